@@ -43,6 +43,7 @@ def test_a_bucket_is_added_shown_changed_and_removed(program: Program, node: Fak
         "  freshness        300s\n"
         "  write            back\n"
         "  durability       disk\n"
+        "  copies           1\n"
         "  dirty at most    a quarter of the capacity\n"
         "  dirty for        1 h 0 min\n"
         "  conflict         keep-both\n"

@@ -29,7 +29,7 @@ from forebay.core.cluster.membership import (
     wanted,
 )
 from forebay.core.cluster.mirror import Mirror
-from forebay.core.cluster.records import ALIVE, MAP, NODES, PREFIX, Map, NodeRecord, Wanted, encoded
+from forebay.core.cluster.records import ALIVE, MAP, NODES, PREFIX, TWICE, Map, NodeRecord, Wanted, encoded
 from forebay.core.errors import ForebayError
 from forebay.sim.agreed import Agreed
 
@@ -67,7 +67,8 @@ class Town:
         ]
 
     def start(self, name: str, weight: float = 1.0, incarnation: str = "") -> Membership:
-        membership = Membership(name, incarnation or f"{name}.{self.now_s}", NodeRecord(name, weight), LeaseHold(TTL_S))
+        record = NodeRecord(name, weight, buckets={"back": "written back" + TWICE})
+        membership = Membership(name, incarnation or f"{name}.{self.now_s}", record, LeaseHold(TTL_S))
         self.nodes[incarnation or name] = Node(membership)
         return membership
 
@@ -254,6 +255,27 @@ def test_a_node_whose_lease_ends_is_taken_over_if_others_have_what_it_had() -> N
     town.quiet()
     assert (sorted(town.map.holders), town.map.deposed) == (["a", "b", "c"], ())
     assert back.member(town.now_s)
+
+
+def test_a_node_that_keeps_a_bucket_once_is_waited_for() -> None:
+    town = Town()
+    town.copying = {"a", "b", "c"}
+    for name in "abc":
+        town.start(name)
+    town.nodes["a"].membership.keeps({"back": "written back" + TWICE, "local": "local"})
+    town.nodes["b"].membership.keeps({})
+    town.quiet()
+    assert town.map.covered == town.map.held > 0
+    for name in "ab":
+        town.stop(name)
+    town.quiet()
+    assert sorted(town.map.holders) == ["a", "b", "c"]
+    town.start("a")
+    town.nodes["a"].membership.keeps({"back": "written back" + TWICE})
+    town.quiet()
+    town.stop("a")
+    town.quiet()
+    assert (sorted(town.map.holders), town.map.deposed) == (["b", "c"], ("a",))
 
 
 def test_the_last_holder_and_one_in_maintenance_are_waited_for() -> None:

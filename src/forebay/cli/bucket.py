@@ -58,6 +58,10 @@ Conflict = Annotated[
     str | None,
     typer.Option("--conflict", help="When the backend changed before a flush: keep-both (default), ours or theirs."),
 ]
+NodeCopies = Annotated[
+    str | None,
+    typer.Option("--copies", help="In a cluster: on 1 (default) or 2 nodes before a write ends that no backend has."),
+]
 Acl = Annotated[
     str | None, typer.Option("--acl", help="private (default), or public-read: reading and listing need no key.")
 ]
@@ -191,6 +195,7 @@ def changes(options: list[str] | None, **given: str | None) -> dict[str, Any]:
         "freshness_s": parse_freshness,
         "quota_bytes": parse_quota,
         "durability": lambda text: _one_of("--durability", text, ("disk", "memory")),
+        "copies": lambda text: int(_one_of("--copies", text, ("1", "2"))),
         "dirty_bytes_max": parse_quota,
         "dirty_age_max_s": _age,
         "conflict": lambda text: _one_of("--conflict", text, ("keep-both", "ours", "theirs")),
@@ -221,6 +226,7 @@ def add(
     freshness: Freshness = None,
     quota: Quota = None,
     durability: Durability = None,
+    copies: NodeCopies = None,
     dirty_bytes_max: DirtyBytesMax = None,
     dirty_age_max: DirtyAgeMax = None,
     conflict: Conflict = None,
@@ -235,7 +241,7 @@ def add(
 ) -> None:
     """Serve the objects at BACKEND as the bucket NAME; local:// for objects that are on this node alone."""
     fields = changes(
-        option, write=write, freshness_s=freshness, quota_bytes=quota, durability=durability,
+        option, write=write, freshness_s=freshness, quota_bytes=quota, durability=durability, copies=copies,
         dirty_bytes_max=dirty_bytes_max, dirty_age_max_s=dirty_age_max, conflict=conflict, acl=acl, cors=cors,
     )  # fmt: skip
     if address == LOCAL_URL:
@@ -263,6 +269,7 @@ def change(
     freshness: Freshness = None,
     quota: Quota = None,
     durability: Durability = None,
+    copies: NodeCopies = None,
     dirty_bytes_max: DirtyBytesMax = None,
     dirty_age_max: DirtyAgeMax = None,
     conflict: Conflict = None,
@@ -277,7 +284,7 @@ def change(
 ) -> None:
     """Change settings of the bucket NAME; those that are not given stay. `--option NAME=` takes one away."""
     fields = changes(
-        option, write=write, freshness_s=freshness, quota_bytes=quota, durability=durability,
+        option, write=write, freshness_s=freshness, quota_bytes=quota, durability=durability, copies=copies,
         dirty_bytes_max=dirty_bytes_max, dirty_age_max_s=dirty_age_max, conflict=conflict, acl=acl, cors=cors,
     )  # fmt: skip
     if backend is not None:
@@ -349,6 +356,7 @@ def settings_of(bucket: Bucket) -> list[tuple[str, str]]:
     ]
     if bucket.write != "through":
         pairs.append(("durability", bucket.durability))
+        pairs.append(("copies", str(bucket.copies)))
     if bucket.write == "back":
         most = bucket.dirty_bytes_max
         pairs += [

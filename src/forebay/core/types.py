@@ -149,6 +149,8 @@ PEER_HEADER = "x-forebay-peer"  # of a request between nodes: whom it takes for 
 CLAIM_QUERY = "forebay-claim"  # of a GET between nodes: the key's home asks who may have had it before
 UPLOADS_QUERY = "forebay-uploads"  # of a GET of a bucket between nodes: the uploads that the node has
 OWED_QUERY = "forebay-owed"  # of a GET of a bucket between nodes: what the node has that no backend has
+COPY_QUERY = "forebay-copy"  # of a PUT, DELETE or POST between nodes: a copy that is kept for another, and its end
+COPY_HEADER = "x-forebay-copy"  # of such a PUT: what goes with the copy (`core/messages/copied.py`)
 LOOP_STATUS = 508
 DIRTY_AGE_MAX_S = 3600.0
 
@@ -178,7 +180,7 @@ class Bucket(msgspec.Struct, frozen=True, omit_defaults=True):
     (`core/reach.py`); the node alone decides it. `owner`: the identity that made it by a `create` grant (see
     `core/access.py`), or ""; the node alone sets it. `acl` is `private` or `public-read` (reading needs no identity
     then). `quota_bytes` bounds the bucket's share of the node's disks (None: no bound); `pinned` prefixes are never
-    evicted.
+    evicted. `copies`: on how many nodes of a cluster what no backend has is synced before a write is acknowledged.
     """
 
     name: str
@@ -197,3 +199,10 @@ class Bucket(msgspec.Struct, frozen=True, omit_defaults=True):
     cors: tuple[CorsRule, ...] = ()
     held: bool = False
     owner: str = ""
+    copies: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1
+
+    @property
+    def is_kept_twice(self) -> bool:
+        """Whether a cluster keeps on two nodes what no backend has of it. `memory` promises less than a disk, so of
+        that there is one copy."""
+        return self.copies > 1 and self.write != "through" and self.durability == "disk"

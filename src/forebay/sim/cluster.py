@@ -41,7 +41,7 @@ from forebay.core.cluster.membership import (
     Write,
 )
 from forebay.core.cluster.mirror import Mirror
-from forebay.core.cluster.records import NODES, PREFIX, NodeRecord, Wanted
+from forebay.core.cluster.records import NODES, PREFIX, TWICE, NodeRecord, Wanted
 from forebay.core.errors import ForebayError, NotFound
 from forebay.sim.agreed import Agreed
 
@@ -158,7 +158,7 @@ class Cluster:
     # --- processes ---------------------------------------------------------------------------------------------------
     def _start(self, node: str, *, twin: bool = False) -> Process:
         incarnation = f"{node}.{len(self.processes)}"
-        record = NodeRecord(f"{incarnation}:9400", self._weight(node))
+        record = NodeRecord(f"{incarnation}:9400", self._weight(node), buckets={"back": TWICE})
         process = Process(
             node,
             incarnation,

@@ -32,7 +32,8 @@ so within HOLDS_AFTER_S goes to `past` with that, and is asked about every key.
 
 *Taking over.* A holder that is missing for MISSING_AFTER_S is taken over while `covered` is `held`: what it alone had
 is on the next in order of each key, who is the home by the next map. One at a time: then all must be covered again. It
-is `deposed`, acts on nothing, and holds again when it has forgotten its copies (`Released`) and all is covered.
+is `deposed`, acts on nothing, and holds again when it has forgotten its copies (`Released`) and all is covered. A node
+that keeps a bucket once (`NodeRecord.buckets`) is waited for.
 
 *What cannot be read* (somebody wrote past us) is nobody's word. A node's record is written again by the node. A
 presence counts as that of a process that has taken up no map, until the process writes it again. A map stops everybody:
@@ -62,6 +63,7 @@ from forebay.core.cluster.records import (
     ALIVE,
     MAP,
     NODES,
+    TWICE,
     UNREADABLE,
     Map,
     NodeRecord,
@@ -361,7 +363,7 @@ class Membership:
         if holders == map.holders and (lost := self._taken_over(now_s, known)):
             holders = {node: weight for node, weight in holders.items() if node != lost}
             held, deposed = map.epoch + 1, (*deposed, lost)  # the others keep what they had, so nobody is asked
-            reasons.add(ALIVE + lost)
+            reasons |= {NODES + lost, ALIVE + lost}
         elif holders != map.holders:
             came = sorted(holders.keys() - map.holders.keys())
             newcomers = tuple(node for node in came if self._released(node) < map.epoch)
@@ -377,7 +379,14 @@ class Membership:
         """A holder that is missing, and of which others have all that it alone had."""
         if not map.held or map.covered != map.held or len(map.holders) < 2:
             return None  # `held` is 0 in a map of a release without copies
-        return next((node for node in sorted(map.holders) if self._is_missing(now_s, node)), None)
+        missing = (node for node in sorted(map.holders) if self._is_missing(now_s, node))
+        return next((node for node in missing if self._is_kept_twice(node)), None)
+
+    def _is_kept_twice(self, node: str) -> bool:
+        """Whether another node has all that this one alone may have acknowledged. It used no bucket that the others
+        were not told of."""
+        kept = self.nodes[node].buckets.values()
+        return bool(kept) and all(how.endswith(TWICE) for how in kept)
 
     def _is_missing(self, now_s: float, node: str) -> bool:
         since_s = self._missing_s.get(node)

@@ -42,6 +42,8 @@ MAP = PREFIX + "map"
 NODES = PREFIX + "node/"
 ALIVE = PREFIX + "alive/"
 
+TWICE = ", on two nodes"  # how a bucket's line in `NodeRecord.buckets` ends, if all that no backend has is kept twice
+
 Wanted = Literal["active", "draining", "maintenance", "gone"]
 State = Literal["joining", "active", "missing", "draining", "leaving", "maintenance", "gone"]
 

@@ -98,17 +98,31 @@ class Kept:
         return True
 
     def compare(
-        self, agreed: Map, held: int, actor: str, number: int, listed: Mapping[Name, int], busy: Collection[Name]
+        self,
+        agreed: Map,
+        held: int,
+        actor: str,
+        number: int,
+        listed: Mapping[Name, int],
+        busy: Collection[Name],
+        after: Name | None = None,
+        upto: Name | None = None,
     ) -> tuple[list[Name], list[Name]] | None:
-        """The list of all that the actor has this node keep (versions by name), when its numbers had come so far. What
-        is missing, and what leaves (`forget` it when that is on disk). None if it was made by another map."""
+        """The list of all that the actor has this node keep (versions by name), when its numbers had come so far; of
+        the names `after` and `upto` these, where it is given in pieces. What is missing, and what leaves (`forget` it
+        when that is on disk). None if it was made by another map."""
         if held != agreed.held or actor not in agreed.holders or self.node in agreed.deposed:
             return None
         self._floor[actor] = max(number, self._floor.get(actor, 0))
         dropped = [
             name
             for name, there in self.copies.items()
-            if there.actor == actor and there.number <= number and name not in busy and name not in listed
+            if there.actor == actor
+            and there.number <= number
+            and name not in busy
+            and name not in listed
+            and (after is None or name > after)
+            and (upto is None or name <= upto)
         ]
         missing = [name for name, version in listed.items() if not self._has(name, actor, version)]
         return missing, dropped
@@ -123,15 +137,26 @@ class Kept:
         return there is not None and (there.actor, there.version) == (actor, version)
 
     def taken_over(self, agreed: Map) -> list[Name]:
-        """What is this node's own from now on: copies of those who were deposed. Nothing at a node that is itself."""
-        if not agreed.deposed or self.node in agreed.deposed:
+        """What is this node's own from now on: copies of those who were deposed. Nothing at a node that holds none, or
+        was deposed itself: its copies may be old."""
+        if not agreed.deposed or self.node not in agreed.holders:
             return []
         return [name for name, there in self.copies.items() if there.actor in agreed.deposed]
+
+    def useless(self, agreed: Map) -> list[Name]:
+        """What nobody will take over any more: copies for a node that does not hold, and all of them at such a one. Of
+        one that was deposed they leave only when it forgets everything."""
+        if self.node in agreed.deposed:
+            return []
+        if self.node not in agreed.holders:
+            return list(self.copies)
+        acting = agreed.holders.keys() | set(agreed.deposed)
+        return [name for name, there in self.copies.items() if there.actor not in acting]
 
     def acts_anew(self, agreed: Map, name: Name) -> bool:
         """Whether the copy of a key must be made this node's own before it acts on it."""
         there = self.copies.get(name)
-        return there is not None and there.actor in agreed.deposed
+        return there is not None and there.actor in agreed.deposed and self.node in agreed.holders
 
 
 class Sent:

@@ -23,6 +23,7 @@ from forebay.core.backend_options import hide_secrets, with_secrets
 from forebay.core.errors import Bug, Busy, Denied, Exists, Invalid, NotFound
 from forebay.core.machines.opening import fresh_until_s
 from forebay.core.messages import calls
+from forebay.core.messages.copied import CopiesCall, CopiesSaid
 from forebay.core.messages.node_state import BucketState, ClusterNode, FrontState, MapNode, NodeMap, NodeState
 from forebay.core.metrics import Snapshot, merge, series
 from forebay.core.quantity import counted
@@ -49,6 +50,7 @@ from forebay.node.engine.read.listings import Listings
 from forebay.node.engine.read.one_read import Ask
 from forebay.node.engine.read.pages import Pages
 from forebay.node.engine.read.prestage import Prestaging
+from forebay.node.engine.replicas import Replicas
 from forebay.node.engine.seat import Seat
 from forebay.node.engine.volumes import Volumes
 from forebay.node.engine.write.appends import Appends
@@ -104,6 +106,7 @@ class Engine(Protocol):
     seat: Seat | None
     homes: Homes | None
     leaving: Leaving
+    replicas: Replicas | None
 
     def flush(self) -> None: ...
 
@@ -139,6 +142,7 @@ class Verbs:
             "volume_give_up": engine.volumes.give_up,
             "claim": self._claim,
             "owed": self._owed,
+            "copies": self._copies,
             "map": self._map,
             "wish": self._wish,
             "warm": engine.leaving.warm,
@@ -206,7 +210,8 @@ class Verbs:
         if old is None:
             return hide_secrets(await self._keep(bucket, None))
         moved = not same_place(old, bucket)
-        if not moved and old.write == bucket.write:
+        again = bucket.is_kept_twice and not old.is_kept_twice  # what is there has one copy, and nobody would know
+        if not moved and old.write == bucket.write and not again:
             kept = await self._keep(bucket, old)
             self._engine.flusher.try_again(bucket.name)  # what failed may have failed for want of the new key
             return hide_secrets(kept)
@@ -214,7 +219,7 @@ class Verbs:
             if call.force:
                 await self._give_up(old)
             await self._settled(bucket.name, "change where or how it is written")
-            if bucket.write != "local":
+            if bucket.write != "local" or again:
                 await self._empty(old, "change the bucket")
             if moved:
                 await self._engine.uploads.abort_bucket(bucket.name)  # their parts are at the old place
@@ -471,6 +476,11 @@ class Verbs:
             raise Invalid("this node is of no cluster: start it with --cluster, or ask one that is")
         return await self._engine.homes.claim(named.bucket, named.key)
 
+    async def _copies(self, call: CopiesCall) -> CopiesSaid:
+        if self._engine.replicas is None:
+            raise Invalid("this node is of no cluster: start it with --cluster, or ask one that is")
+        return await self._engine.replicas.kept.answer(call)
+
     async def _wish(self, call: calls.WishCall) -> ClusterNode:
         if self._engine.seat is None:
             raise Invalid("this node is of no cluster: start it with --cluster, or ask one that is")
@@ -507,6 +517,8 @@ class Verbs:
         values |= engine.flusher.metrics() | engine.volumes.metrics()
         if engine.seat is not None:
             values |= engine.seat.metrics()
+        if engine.replicas is not None:
+            values["forebay_kept_copies"] = len(engine.replicas.kept.ledger.copies)
         snapshot = Snapshot(values | vitals("engine", engine.started_s), counted.histograms)
         snapshot.check()
         return snapshot

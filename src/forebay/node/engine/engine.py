@@ -60,12 +60,14 @@ from forebay.node.engine.jobs.hints import Hinting
 from forebay.node.engine.jobs.rewarm import IsHome
 from forebay.node.engine.jobs.runner import Jobs
 from forebay.node.engine.jobs.work import JobWork
+from forebay.node.engine.kept import KeptCopies
 from forebay.node.engine.leaving import Leaving
 from forebay.node.engine.peers import Peers, identity_of_peers, read_secret
 from forebay.node.engine.read.cold import ColdReads
 from forebay.node.engine.read.listings import Listings
 from forebay.node.engine.read.pages import Pages
 from forebay.node.engine.read.prestage import Prestaging
+from forebay.node.engine.replicas import Replicas
 from forebay.node.engine.seat import Remembered, Seat, recall, weight_of
 from forebay.node.engine.volumes import Volumes
 from forebay.node.engine.write.appends import Appends
@@ -125,6 +127,7 @@ class Engine:
         self.seat: Seat | None = None  # None: the node is alone
         self.peers: Peers | None = None
         self.homes: Homes | None = None
+        self.replicas: Replicas | None = None
         self.restarts: list[tuple[str, str, int]] = []  # of the node's processes: which one, why, how often
         self._opener = opener or self._open_backend
         self._chance = chance
@@ -164,6 +167,7 @@ class Engine:
                 if self.peers is not None:
                     self.cold.is_of_another = self.peers.is_of_another
                 self.homes = self.buckets.homes = self._know_homes(self.seat)
+                self._keep_copies(self.seat)
             await self.buckets.load()
             if self.seat is not None:
                 self.seat.keeps(self.buckets.all())
@@ -185,8 +189,8 @@ class Engine:
             await self.jobs.resume()
         else:
             late.append(self.jobs.resume)
-        if self.homes is not None:
-            late.append(self.homes.tend)
+        if self.homes is not None and self.replicas is not None:
+            late += [self.homes.tend, self.replicas.tend]
         work = [self._housekeep(), self._watch(), self._scrub(), *map(self._when_whole, late)]
         self._background = [asyncio.create_task(each) for each in work]
 
@@ -445,6 +449,35 @@ class Engine:
             return home == self.node_id
 
         return is_home
+
+    def _keep_copies(self, seat: Seat) -> None:
+        kept = KeptCopies(
+            self.node_id,
+            lambda: seat.agreed,
+            self.clock,
+            self._workers,
+            store=self.store,
+            index=self.index,
+            buckets=self.buckets,
+            writes=self.writes,
+            flusher=self.flusher,
+        )
+        self.replicas = self.writes.replicas = Replicas(
+            seat,
+            self.peers,
+            self.node_id,
+            self.clock,
+            kept,
+            store=self.store,
+            index=self.index,
+            buckets=self.buckets,
+            writes=self.writes,
+            flusher=self.flusher,
+            volumes=self.volumes,
+            flush=self.flush,
+            is_whole=lambda: self.catching_up.is_done,
+        )
+        self.flusher.clear = self.replicas.clear
 
     def _owes_bytes(self) -> int:
         """How much would be lost with this node's disks; at least 1 if anything."""

@@ -37,9 +37,9 @@ from pathlib import Path
 import msgspec
 
 from forebay.backends import errors
-from forebay.backends.http.requests import Wire
+from forebay.backends.http.requests import NOTHING, Wire
 from forebay.backends.locate import locate, wire_to
-from forebay.backends.seam import Backend
+from forebay.backends.seam import Backend, Body
 from forebay.backends.stack import open_node
 from forebay.backends.wrap.counting import BackendCounters
 from forebay.backends.wrap.peers import Peer
@@ -47,7 +47,8 @@ from forebay.core.access import PEER_KEY_ID, Grant, Identity
 from forebay.core.errors import ForebayError, Invalid
 from forebay.core.limits import STRIPE_BYTES
 from forebay.core.messages.calls import Uploads, UploadsCall
-from forebay.core.types import CLAIM_QUERY, OWED_QUERY, UPLOADS_QUERY, Bucket
+from forebay.core.messages.copied import ClearCopy, CompareCopies, Copied, CopiesSaid, on_one_line
+from forebay.core.types import CLAIM_QUERY, COPY_HEADER, COPY_QUERY, OWED_QUERY, UPLOADS_QUERY, Bucket
 from forebay.core.versions import whose_versions
 from forebay.node.engine.buckets import Served
 from forebay.node.engine.read.owed_keys import Found
@@ -160,6 +161,37 @@ class Peers:
         """The next keys under a prefix of which a node has what no backend has."""
         query = [(OWED_QUERY, ""), ("prefix", prefix), ("start-after", after)]
         return msgspec.json.decode(await self._told(home, bucket, query), type=Found)
+
+    async def keep_copy(self, home: Home, bucket: str, key: str, about: Copied, body: Body) -> None:
+        """Have a node keep a copy. Raises whatever it answers but that it does; nobody knows then."""
+        headers = {COPY_HEADER: on_one_line(about)}
+        await self._say(home, "PUT", bucket, key, [(COPY_QUERY, "")], headers, body)
+
+    async def clear_copy(self, home: Home, call: ClearCopy) -> None:
+        """Have a node forget a copy."""
+        query = [(COPY_QUERY, ""), ("actor", call.actor), ("number", str(call.number))]
+        await self._say(home, "DELETE", call.bucket, call.key, query)
+
+    async def compare_copies(self, home: Home, call: CompareCopies) -> list[str]:
+        """The keys of which a node keeps no copy of that version; what is not listed it forgets."""
+        data = msgspec.json.encode(call)
+        answer = await self._say(home, "POST", call.bucket, "", [(COPY_QUERY, "")], body=Body(len(data), data))
+        return msgspec.json.decode(answer, type=CopiesSaid).missing
+
+    async def _say(
+        self,
+        home: Home,
+        method: str,
+        bucket: str,
+        key: str,
+        query: list[tuple[str, str]],
+        headers: dict[str, str] | None = None,
+        body: Body = NOTHING,
+    ) -> bytes:
+        answer = await self._wire(home, bucket).tell(method, key, query=query, headers=headers, body=body)
+        if answer.status not in (200, 204):
+            raise errors.from_status(answer.status, answer.body.decode(errors="replace"), home.address, answer.headers)
+        return answer.body
 
     async def _told(self, home: Home, bucket: str, query: list[tuple[str, str]]) -> bytes:
         wire = self._wire(home, bucket)

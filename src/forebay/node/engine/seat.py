@@ -35,6 +35,7 @@ import msgspec
 from forebay.core.cluster.membership import (
     LOOK_S,
     Answered,
+    Covered,
     Due,
     Event,
     Membership,
@@ -46,7 +47,7 @@ from forebay.core.cluster.membership import (
     Write,
 )
 from forebay.core.cluster.membership import wanted as wanted_record
-from forebay.core.cluster.records import ID, NODES, PREFIX, UNREADABLE, Map, NodeRecord
+from forebay.core.cluster.records import ID, NODES, PREFIX, TWICE, UNREADABLE, Map, NodeRecord, Presence
 from forebay.core.errors import Exists, ForebayError, Invalid, NotFound, Precondition, Unavailable
 from forebay.core.messages.node_state import ClusterNode, ClusterState, MapNode, NodeMap, Wish
 from forebay.core.metrics import series
@@ -214,6 +215,15 @@ class Seat:
     def released(self, epoch: int) -> None:
         """By the map of this epoch the node has nothing that is at home elsewhere."""
         self._step(Released(epoch))
+
+    def covered(self, held: int) -> None:
+        """With the holders since the map of this epoch, all that the node has alone lies on another too."""
+        self._step(Covered(held))
+
+    @property
+    def alive(self) -> dict[str, Presence]:
+        """The processes that live, by node."""
+        return self._machine.alive
 
     def keeps(self, buckets: list[Bucket]) -> None:
         """These are the node's buckets from now on."""
@@ -523,10 +533,11 @@ class Seat:
 
 def kept_how(bucket: Bucket) -> str:
     """What nodes must agree on about a bucket, for people too."""
+    twice = TWICE if bucket.is_kept_twice else ""
     if bucket.write == "local":
-        return "local"
+        return f"local{twice}"
     at = f" at {bucket.options['endpoint']}" if "endpoint" in bucket.options else ""
-    return f"written {bucket.write} to {bucket.url}{at}"
+    return f"written {bucket.write} to {bucket.url}{at}{twice}"
 
 
 def _no_node(name: str) -> NotFound:

@@ -219,6 +219,7 @@ class Flusher:
         cleaned: Callable[[str, str, Record], None] = lambda bucket, key, record: None,
         found_bad: Callable[[str, str, Record, list[int]], object] = lambda bucket, key, record, bad: None,
     ) -> None:
+        self.clear: Callable[[str, str], Coroutine[Any, Any, None]] | None = None  # what others keep of a key, first
         self._store, self._buckets, self._clock, self._chance, self._workers = store, buckets, clock, chance, workers
         self._lock, self._commit, self._flush_soon, self._cleaned = lock, commit, flush_soon, cleaned
         self._node_id, self._capacity_bytes, self._found_bad = node_id, capacity_bytes, found_bad
@@ -519,6 +520,8 @@ class Flusher:
             since_s = None
             if debt is not None and debt.note.seq == note.seq:
                 if isinstance(outcome, Delivered):
+                    if self.clear is not None:
+                        await self.clear(name, key)
                     self._clean(name, key, note, outcome.seen)
                 else:
                     await self._commit(Delete(name, key))

@@ -36,7 +36,18 @@ log = logging.getLogger("forebay.engine")
 AT_ONCE = 2048  # steps before the first request, about 50 ms
 TURN_S = 0.005
 NEEDS_ALL = frozenset(
-    {"bucket_put", "bucket_create", "bucket_delete", "list", "list_cached", "owed", "listing", "hints", "lost"}
+    {
+        "bucket_put",
+        "bucket_create",
+        "bucket_delete",
+        "list",
+        "list_cached",
+        "owed",
+        "copies",
+        "listing",
+        "hints",
+        "lost",
+    }
     | {"lost_give_up", "volume_give_up", "job", "jobs", "job_cancel"}
 )
 

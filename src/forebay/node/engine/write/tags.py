@@ -108,6 +108,8 @@ class Tags:
         if owed is not None:
             self._owes.add(owed)
         self._writes.commits.flush()
+        if self._writes.replicas is not None:
+            await self._writes.replicas.copy_again(bucket, key)
 
     async def _in_worker(self, work: Callable[[], ResultT]) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._workers, work)

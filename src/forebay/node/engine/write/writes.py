@@ -110,6 +110,16 @@ class Owes(Protocol):
     def window(self, bucket: str, prefix: str, start_after: str, limit: int) -> list[tuple[str, Note]]: ...
 
 
+class Replicas(Protocol):
+    """What other nodes keep for this one (`node/engine/replicas.py`)."""
+
+    def keeps_twice(self, bucket: str) -> bool: ...
+
+    async def commit(self, change: Change) -> Record | None: ...
+
+    async def copy_again(self, bucket: str, key: str) -> None: ...
+
+
 class Writes:
     """See the module's header. `flush` makes changes of the index visible now."""
 
@@ -132,6 +142,7 @@ class Writes:
         self.moved_on: Callable[[str, str], None] = lambda bucket, key: None  # called for each new version and delete
         self.commits = Commits(store, published=self._published, flush=flush)
         self.through = through
+        self.replicas: Replicas | None = None  # None: no other node keeps anything for this one
         self._store = store
         self._buckets = buckets
         self._cold = cold
@@ -204,6 +215,18 @@ class Writes:
             del self._entered[bucket]
             if bucket in self._left:
                 self._left[bucket].set()
+
+    @asynccontextmanager
+    async def keeping(self, bucket: str, key: str) -> AsyncIterator[None]:
+        """Spans a change to what is kept for another node, or taken over from one: under the key's lock, and judged by
+        nobody's conditions."""
+        self._entered[bucket] += 1
+        try:
+            await self.remember(bucket, key)
+            async with self.lock(bucket, key):
+                yield
+        finally:
+            self._leave(bucket)
 
     @asynccontextmanager
     async def quiet(self, bucket: str) -> AsyncIterator[None]:
@@ -299,7 +322,7 @@ class Writes:
             served = self._buckets.known(bucket)
             if served is None or served.bucket.write == "through" or not self._buckets.is_here(*name):
                 return False
-            if not self.locks.take_free(name):
+            if (self.replicas is not None and self.replicas.keeps_twice(bucket)) or not self.locks.take_free(name):
                 return False
             taken = True
             lease = self._member()
@@ -451,7 +474,8 @@ class Writes:
             volume_id, bucket, self._store.owners.strays(bucket, key, volume_id)
         )
 
-    async def _remember(self, bucket: str, key: str) -> None:
+    async def remember(self, bucket: str, key: str) -> None:
+        """Note, outside of the volumes, that the key's volume may own something of the bucket."""
         if self._known is not None:
             await self._known.note(self._store, bucket, key)
 
@@ -464,7 +488,7 @@ class Writes:
         judged, asked = None, if_match is not None or if_none_match is not None
         if asked:
             judged = await self.check(served, what.key, if_match, if_none_match)
-        await self._remember(served.bucket.name, what.key)
+        await self.remember(served.bucket.name, what.key)
         return _written(await self.commit(self._owned(served, what, judged, asked)))
 
     def _owned(self, served: Served, what: _What, judged: ObjectInfo | None, asked: bool) -> Put:
@@ -509,7 +533,7 @@ class Writes:
             return
         note = None
         if bucket.write == "back":
-            await self._remember(bucket.name, key)
+            await self.remember(bucket.name, key)
             note = Note(seq=self._store.take_id(), since_s=self._clock.wall_s(), size_bytes=0, object_id=0)
             note = self._following(bucket, key, note, judged, judged is not None)
         await self.commit(Delete(bucket.name, key, note, durable=bucket.durability == "disk"))
@@ -638,8 +662,9 @@ class Writes:
 
     # --- making it so ------------------------------------------------------------------------------------------------
     async def commit(self, change: Change) -> Record | None:
-        """Make `change` durable and visible, together with others. Raises what prevents it."""
-        return await self.commits.commit(change)
+        """Make `change` durable and visible, together with others; on another node too, where the bucket is kept
+        twice. Raises what prevents it."""
+        return await (self.commits if self.replicas is None else self.replicas).commit(change)
 
     def _published(self, change: Change, before: Record | None, after: Record | None) -> None:
         """Update what becomes true with a change: what is owed, what reads find, what may be evicted."""

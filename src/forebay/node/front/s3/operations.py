@@ -54,6 +54,7 @@ from forebay.node.front.s3.buckets import BucketsApi
 from forebay.node.front.s3.compat import attributes
 from forebay.node.front.s3.compat.api import CompatApi
 from forebay.node.front.s3.compat.versions import parse_versions, render_versions
+from forebay.node.front.s3.kept import KeptApi
 from forebay.node.front.s3.unserved import (
     BUCKET_SUBRESOURCES,
     OBJECT_SUBRESOURCES,
@@ -116,6 +117,7 @@ class S3:
         self._buckets = BucketsApi(call, auth, puts, self._lines)
         self._compat = CompatApi(call, auth, puts, self._lines)
         self._objects = Objects(call, auth, puts, self._lines, reads.bucket)
+        self._kept = KeptApi(call, auth, puts, self._lines)
         self._sts = sts.Sts(auth, self._lines)
 
     # --- the handler's three methods ---------------------------------------------------------------------------------
@@ -234,10 +236,12 @@ class S3:
                 return
         raise _unserved_write(query)
 
-    def _writers(self, key: str, query: dict[str, str]) -> tuple[UploadsApi | CompatApi | BucketsApi | Objects, ...]:
+    def _writers(
+        self, key: str, query: dict[str, str]
+    ) -> tuple[UploadsApi | CompatApi | BucketsApi | Objects | KeptApi, ...]:
         """Who may know a write, in the order of asking."""
         plain = key and not query
-        return (self._objects,) if plain else (self._uploads, self._compat, self._buckets, self._objects)
+        return (self._objects,) if plain else (self._uploads, self._compat, self._kept, self._buckets, self._objects)
 
     def _check_origin(self, request: Request, bucket: Bucket) -> None:
         """`Denied` for a write to an open node from a page that the bucket's rules do not allow. Only browsers say

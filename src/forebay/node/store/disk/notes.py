@@ -37,8 +37,9 @@ class Note(msgspec.Struct, array_like=True, frozen=True):
     `since_s`: when the key became dirty (Unix time). `based_on`: the backend's version before the first dirty write: ""
     for none, None for any. `object_id` is the record's; 0 for a delete. `upload_id` and `part_bytes`: a multipart flush
     that began, of the key `upload_key` ("": the object's own). `digest`: `digest_of` the body ("" if unknown). `tried`
-    and `late`: of earlier bodies, as in `core/machines/sent_bodies.py`. `stale`: (key, id) of uploads to abort. For a
-    key that owes a note already, make the new note with `succeeding`.
+    and `late`: of earlier bodies, as in `core/machines/sent_bodies.py`. `stale`: (key, id) of uploads to abort.
+    `copied`: of a copy that is kept for another node, what goes with it (`core/messages/copied.py`). For a key that
+    owes a note already, make the new note with `succeeding`.
     """
 
     seq: int
@@ -57,6 +58,7 @@ class Note(msgspec.Struct, array_like=True, frozen=True):
     stale: tuple[tuple[str, str], ...] = ()
     upload_key: str = ""
     late: tuple[tuple[str, float], ...] = ()
+    copied: bytes = b""
 
     @property
     def sent(self) -> Sent:

@@ -246,6 +246,22 @@ def kept(volume: Volume, start: bytes = b"") -> Iterator[NotedRecord]:
             yield NotedRecord(bucket, key, entry, owed.note, record, False)
 
 
+def kept_under(volume: Volume, prefix: str) -> Iterator[tuple[str, str, Note]]:
+    """Durable entries of buckets whose names begin so: bucket, key, note."""
+    start = prefix.encode()
+    for entry, value in takewhile(lambda item: item[0].startswith(start), volume.durable.walk(start)):
+        mark = ledger.note_of(volume, entry)
+        if not (mark is not None and mark.settled and mark.note.seq == value.note.seq):
+            yield *owner_of(entry, value), value.note
+
+
+def entry_at(volume: Volume, bucket: str, key: str) -> Entry | None:
+    """The durable entry of a key. `OSError`, `Corrupt`."""
+    entry = keys.index_key(bucket, key)
+    found = volume.durable.get(entry)
+    return found if found is not None and owner_of(entry, found) == (bucket, key) else None
+
+
 def set_aside(volume: Volume, bucket: str, key: str, record: Record, problem: str) -> None:
     """An owned object in view is lost: take it out of view with the next flush."""
     entry = keys.index_key(bucket, key)

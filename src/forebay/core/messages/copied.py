@@ -1,0 +1,109 @@
+"""Copies that one node keeps for another: what goes with them, and what the nodes say to each other about them.
+
+Theory. What no backend has yet lies on a second node too (`core/cluster/replication.py` decides, `node/engine/kept.py`
+keeps). There it is stored as a local object is, in a bucket that exists on that node alone and that no client can name:
+bucket names do not begin with `-`. So it is synced, counted, scrubbed and found after a stop as any object is, and no
+listing and no read looks at it. With it is kept all that whoever takes it over must know.
+
+Rejected: a place of its own on the disk (a second way to be durable).
+
+Invariants. (1) `whose_copies` undoes `copies_of`, which makes no name that a client can use. (2) `of_line` undoes
+`on_one_line`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Final
+
+import msgspec
+
+from forebay.core.errors import Invalid
+from forebay.core.types import Headers
+
+_PREFIX: Final = "-copies-"
+Names = list[tuple[str, str]]
+
+
+def copies_of(bucket: str) -> str:
+    """The bucket that copies of a bucket's objects are in."""
+    return _PREFIX + bucket
+
+
+def whose_copies(bucket: str) -> str:
+    """The bucket whose objects' copies are in this one; "" for any other bucket."""
+    return bucket[len(_PREFIX) :] if bucket.startswith(_PREFIX) else ""
+
+
+class Copied(msgspec.Struct, frozen=True):
+    """Of a copy: `actor`, `number`, `version` as in `replication.Copy`, and the `held` by which it was sent. `headers`
+    are those that reads show; `note` is the actor's, as its disk has it, without them. `is_delete`: there is no body,
+    since the key was deleted."""
+
+    actor: str
+    number: int
+    version: int
+    held: int
+    etag: str = ""
+    modified_s: float = 0.0
+    headers: Headers = ()
+    note: bytes = b""
+    is_delete: bool = False
+
+
+def on_one_line(copied: Copied) -> str:
+    """As a header's value."""
+    return base64.b64encode(msgspec.msgpack.encode(copied)).decode()
+
+
+def of_line(line: bytes) -> Copied:
+    """What `on_one_line` wrote. `Invalid` for anything else."""
+    try:
+        return msgspec.msgpack.decode(base64.b64decode(line, validate=True), type=Copied)
+    except (binascii.Error, msgspec.MsgspecError) as error:
+        raise Invalid(f"what goes with a copy does not fit ({error}): the nodes must be of one release") from None
+
+
+class KeepCopy(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Keep this copy, of `size_bytes` in `body` or in the file `path`, with `sums` as in `PutCall`."""
+
+    bucket: str
+    key: str
+    about: Copied
+    size_bytes: int = 0
+    path: str = ""
+    body: bytes | None = None
+    sums: list[int] = []
+
+
+class ClearCopy(msgspec.Struct, frozen=True, tag=True):
+    """The actor has let go of all of the key up to this number."""
+
+    bucket: str
+    key: str
+    actor: str
+    number: int
+
+
+class CompareCopies(msgspec.Struct, frozen=True, tag=True):
+    """A piece of the list of what the actor has the node keep in a bucket: keys after `after` up to `upto` ("": to the
+    end), with their versions. `busy`: keys of writes that are under way. Answered with the keys that are missing."""
+
+    bucket: str
+    actor: str
+    number: int
+    held: int
+    listed: list[tuple[str, int]]
+    busy: list[str] = []
+    after: str = ""
+    upto: str = ""
+
+
+class CopiesSaid(msgspec.Struct, frozen=True):
+    """`missing`: keys of which there is no copy, or of another version."""
+
+    missing: list[str] = []
+
+
+CopiesCall = KeepCopy | ClearCopy | CompareCopies

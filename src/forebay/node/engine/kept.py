@@ -1,0 +1,303 @@
+"""What this node keeps for others: copies of what only they have, until it is in a backend, or they are taken over.
+
+Theory. `core/cluster/replication.py` decides whether a copy is taken and what it is worth; here it is brought to the
+disk, and from there back. A copy is stored as a local object is (`core/messages/copied.py`): synced before the answer,
+and found again after a stop. The ledger is made from what lies there at the start.
+
+*Taking over.* When its actor was deposed, a copy becomes this node's own before the node acts on the key: written as an
+owed or local object, with the actor's base version and the digests of all bodies that the actor may have sent, this one
+among them. So the flush knows what it finds at the backend. Then the copy goes. Cut in between, the object is here
+twice, and the copy goes when it is looked at again. Bytes are shared by the filesystem where it can.
+
+What nobody will ask for (`Kept.useless`) goes.
+
+Rejected: renaming the copy (its file says what it is; a stop in between would make it nobody's).
+
+Invariants. (1) What the ledger has is on the disk. (2) A copy changes, and is taken over, under its lock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+import msgspec
+
+from forebay.core.cluster.records import Map
+from forebay.core.cluster.replication import Copy, Kept, Name
+from forebay.core.errors import Busy, Corrupt, ForebayError, Unavailable
+from forebay.core.machines import sent_bodies
+from forebay.core.messages.copied import (
+    ClearCopy,
+    CompareCopies,
+    Copied,
+    CopiesCall,
+    CopiesSaid,
+    KeepCopy,
+    copies_of,
+    whose_copies,
+)
+from forebay.core.record import Record, State, own_version
+from forebay.core.s3rules.tags import tags_among, without_tags
+from forebay.core.types import ObjectInfo
+from forebay.node.engine.buckets import Buckets, no_bucket
+from forebay.node.engine.disk_wait import by_disk
+from forebay.node.engine.flush.flusher import Flusher
+from forebay.node.engine.write.copies import share_file
+from forebay.node.engine.write.writes import Writes
+from forebay.node.store.disk.notes import Note, digest_of
+from forebay.node.store.disk.volume_threads import remove_temp
+from forebay.node.store.reader import StoreReader
+from forebay.node.store.writer import owned
+from forebay.node.store.writer.puts import Change, Delete, Put
+from forebay.node.store.writer.writer import Store
+from forebay.ports.clock import Clock
+
+log = logging.getLogger("forebay.replicas")
+
+
+class KeptCopies:
+    """See the module's header. `agreed` is the map that the node knows, None if it may go by none."""
+
+    def __init__(
+        self,
+        node_id: str,
+        agreed: Callable[[], Map | None],
+        clock: Clock,
+        workers: Executor,
+        *,
+        store: Store,
+        index: StoreReader,
+        buckets: Buckets,
+        writes: Writes,
+        flusher: Flusher,
+    ) -> None:
+        self._agreed, self._clock, self._workers = agreed, clock, workers
+        self._store, self._index, self._buckets = store, index, buckets
+        self._writes, self._flusher = writes, flusher
+        self.ledger = Kept(node_id, dict(_found(store)))
+
+    async def answer(self, call: CopiesCall) -> CopiesSaid:
+        """What another node asks. `Busy` if this one goes by another map."""
+        if isinstance(call, KeepCopy):
+            return await self._writes.finish(self._keep(call))
+        if isinstance(call, ClearCopy):
+            return await self._writes.finish(self._clear(call))
+        return await self._writes.finish(self._compare(call))
+
+    async def _keep(self, call: KeepCopy) -> CopiesSaid:
+        name, about = (call.bucket, call.key), call.about
+        copy = Copy(about.actor, about.number, about.version)
+        try:
+            served = self._buckets.known(call.bucket)
+            if served is None:
+                raise no_bucket(call.bucket)
+            note = msgspec.msgpack.decode(about.note, type=Note)
+            found = digest_of(call.size_bytes, sums=call.sums, body=call.body)
+            if note.digest and not about.is_delete and found != note.digest:
+                raise Corrupt(f"the copy of {call.bucket}/{call.key} is not what was sent: send it again")
+            async with self._writes.keeping(copies_of(call.bucket), call.key):
+                if not self.ledger.takes(self._follow(), about.held, name, copy):
+                    raise _other_map()
+                await self._writes.commits.commit(self._put(call, found))
+                self.ledger.keep(name, copy)
+                if self._follow().held != about.held:
+                    raise _other_map()
+        finally:
+            if call.path:
+                remove_temp(call.path)
+        return CopiesSaid()
+
+    def _put(self, call: KeepCopy, digest: str) -> Put:
+        object_id, about = self._store.take_id(), call.about
+        info = ObjectInfo(
+            call.key, call.size_bytes, own_version(object_id), about.etag, about.modified_s, about.headers
+        )
+        note = Note(
+            seq=object_id,
+            since_s=self._clock.wall_s(),
+            size_bytes=call.size_bytes,
+            object_id=object_id,
+            local=True,
+            digest=digest,
+            copied=msgspec.msgpack.encode(about),
+        )
+        return Put(
+            copies_of(call.bucket),
+            info,
+            object_id,
+            int(State.LOCAL),
+            checked_s=self._clock.wall_s(),
+            body=call.body if not call.path else None,
+            path=call.path,
+            sums=call.sums,
+            note=note,
+            durable=True,
+        )
+
+    async def _clear(self, call: ClearCopy) -> CopiesSaid:
+        name = (call.bucket, call.key)
+        async with self._writes.keeping(copies_of(call.bucket), call.key):
+            self._follow()
+            there = self.ledger.copies.get(name)
+            if self.ledger.clears(name, call.actor, call.number):
+                assert there is not None
+                try:
+                    await self._remove(name)
+                except BaseException:
+                    self.ledger.keep(name, there)
+                    raise
+        return CopiesSaid()
+
+    async def _compare(self, call: CompareCopies) -> CopiesSaid:
+        bucket = call.bucket
+        listed = {(bucket, key): version for key, version in call.listed}
+        busy = {(bucket, key) for key in call.busy}
+        upto = (bucket, call.upto) if call.upto else (bucket + "\0", "")
+        agreed = self._follow()
+        found = self.ledger.compare(
+            agreed, call.held, call.actor, call.number, listed, busy, (bucket, call.after), upto
+        )
+        if found is None:
+            raise _other_map()
+        missing, dropped = found
+        for name in dropped:
+            await self._drop(name, self.ledger.copies.get(name))
+        gone = [name for name in listed if name not in missing and not self._is_there(name)]
+        return CopiesSaid([key for _, key in (*missing, *gone)])
+
+    def _is_there(self, name: Name) -> bool:
+        """Whether the copy still is where the ledger says: its disk may have failed."""
+        return self._store.lookup(copies_of(name[0]), name[1]) is not None
+
+    async def _drop(self, name: Name, there: Copy | None) -> None:
+        """Remove the copy, if it still is this one."""
+        async with self._writes.keeping(copies_of(name[0]), name[1]):
+            if there is not None and self.ledger.copies.get(name) == there:
+                await self._remove(name)
+                self.ledger.forget([name])
+
+    async def _remove(self, name: Name) -> None:
+        await self._writes.commits.commit(Delete(copies_of(name[0]), name[1], durable=True))
+
+    def _follow(self) -> Map:
+        agreed = self._agreed()
+        if agreed is None:
+            raise Busy("this node does not know the cluster's map: try again", retry_after_s=1.0)
+        self.ledger.follow(agreed)
+        return agreed
+
+    # --- taking over -------------------------------------------------------------------------------------------------
+    def acts_anew(self, name: Name) -> bool:
+        """Whether the copy of a key must be made this node's own before it acts on it."""
+        agreed = self._agreed()
+        return agreed is not None and self.ledger.acts_anew(agreed, name)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether some copy is this node's own by the map, and not made so yet."""
+        agreed = self._agreed()
+        return agreed is not None and bool(self.ledger.taken_over(agreed))
+
+    async def take_over(self, name: Name) -> None:
+        """Make the copy this node's own, if it is to be. `Unavailable` if its disk does not let it."""
+        await self._writes.finish(self._take_over(name))
+
+    async def _take_over(self, name: Name) -> None:
+        bucket, key = name
+        async with self._writes.keeping(bucket, key), self._writes.keeping(copies_of(bucket), key):
+            there = self.ledger.copies.get(name)
+            if there is None or not self.acts_anew(name):
+                return
+            self._store.check_present(copies_of(bucket), key)
+            record = self._store.lookup(copies_of(bucket), key)
+            mine = self._store.owned(bucket, key) is not None or self._flusher.find(bucket, key) is not None
+            if record is None:
+                self._store.check_lost(copies_of(bucket), key)
+            elif not mine:
+                change = await self._own(name, record)
+                if change is not None:
+                    log.info("%s/%s is taken over from node %s", bucket, key, there.actor)
+                    await self._writes.commits.commit(change)
+            await self._remove(name)
+            self.ledger.forget([name])
+
+    async def _own(self, name: Name, record: Record) -> Change | None:
+        """What makes the copy this node's own; None if it needs nothing."""
+        bucket, key = name
+        served = self._buckets.known(bucket)
+        if served is None:
+            raise no_bucket(bucket)
+        kept = owned.entry_at(self._store.home(copies_of(bucket), key), copies_of(bucket), key)
+        if kept is None or not kept.note.copied:
+            raise Unavailable(f"the copy of {bucket}/{key} is being changed: try again", retry_after_s=0.5)
+        about = msgspec.msgpack.decode(kept.note.copied, type=Copied)
+        theirs = msgspec.msgpack.decode(about.note, type=Note)
+        seq, local = self._store.take_id(), served.bucket.write == "local"
+        sent = sent_bodies.left(theirs.sent, sent_bodies.ABSENT if about.is_delete else theirs.digest or None)
+        note = msgspec.structs.replace(
+            theirs,
+            seq=seq,
+            object_id=0 if about.is_delete else seq,
+            headers=without_tags(about.headers),
+            tags=tags_among(about.headers) or "",
+            local=local,
+            **sent._asdict(),
+        )
+        await self._writes.remember(bucket, key)
+        if about.is_delete:
+            return None if local else Delete(bucket, key, note, durable=True)
+        path, sums = "", list[int]()
+        if record.inline is None:
+            path = await self._shared(name, record)
+            sums = list(owned.sums_of(self._store.home(copies_of(bucket), key), record))
+        info = ObjectInfo(key, record.size_bytes, own_version(seq), about.etag, about.modified_s, about.headers)
+        state = int(State.LOCAL if local else State.DIRTY)
+        return Put(
+            bucket, info, seq, state, checked_s=self._clock.wall_s(), body=record.inline, path=path, sums=sums,
+            note=note, durable=True,
+        )  # fmt: skip
+
+    async def _shared(self, name: Name, record: Record) -> str:
+        """A new file with the bytes of a copy, on the volume of its key."""
+        path, source = self._index.incoming(*name), self._store.data_path(record)
+        if not path:
+            raise Unavailable("no volume takes what is taken over: see `forebay status`", code="InsufficientStorage")
+        try:
+            volume = self._store.volume_at(*name)
+            await by_disk(volume, self._workers, lambda: share_file(source, path, record.size_bytes), "/".join(name))
+        except BaseException as error:
+            remove_temp(path)
+            if isinstance(error, OSError):
+                raise Unavailable(f"what is taken over could not be written ({error.strerror})") from error
+            raise
+        return path
+
+    async def take_all_over(self) -> None:
+        """Make every copy this node's own that is to be."""
+        agreed = self._agreed()
+        for name in self.ledger.taken_over(agreed) if agreed is not None else ():
+            await self.take_over(name)
+
+    # --- forgetting --------------------------------------------------------------------------------------------------
+    async def tidy(self, *, all: bool = False) -> None:
+        """Forget what nobody will ask for any more; or all."""
+        agreed = self._follow()
+        for name in list(self.ledger.copies) if all else self.ledger.useless(agreed):
+            await self._drop(name, self.ledger.copies.get(name))
+
+
+def _found(store: Store) -> list[tuple[Name, Copy]]:
+    """The copies that lie on this node's disks."""
+    found: list[tuple[Name, Copy]] = []
+    for volume in store.usable():
+        for bucket, key, note in owned.kept_under(volume, copies_of("")):
+            if note.copied:
+                about = msgspec.msgpack.decode(note.copied, type=Copied)
+                found.append(((whose_copies(bucket), key), Copy(about.actor, about.number, about.version)))
+    return found
+
+
+def _other_map() -> ForebayError:
+    return Busy("the nodes go by different maps, or this was let go of: number it anew", retry_after_s=0.25)

@@ -1,0 +1,333 @@
+"""A second copy of what no backend has, on another node, before a write is acknowledged.
+
+Theory. `core/cluster/replication.py` decides; here is what carries it out for what this node acts on. A write of a
+bucket that is kept twice is sent to the second (`Map.second`) as a copy, committed here, and acknowledged. If the
+holders changed meanwhile, whoever is second now gets it before the answer. What a backend has by now, or nobody shall
+have, is cleared there before it is forgotten here. `kept.py` is the other end.
+
+In the background (`tend`) a node compares, with one other after another, what that is to keep, sends what is missing,
+and says that all is covered. After something failed, it waits for AGAIN_S. Nothing of it holds up what clients ask,
+but for the lock of one key while its copy is sent.
+
+A node alone has none of this, nor have buckets that are kept once. A node that is no holder (it comes or goes) keeps
+one copy of what it has: nobody takes that over.
+
+Rejected: sending while the body arrives (one of two that broke off had to be undone); many copies in one request (each
+would wait for the slowest).
+
+Invariants. (1) What was acknowledged is on the second by the map of the acknowledgement, until it is in a backend. (2)
+A node that was deposed acknowledges nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from forebay.backends.seam import Body
+from forebay.core import limits
+from forebay.core.cluster.membership import LOOK_S
+from forebay.core.cluster.records import Map
+from forebay.core.cluster.replication import Name, Sent, mark
+from forebay.core.errors import Corrupt, ForebayError, Unavailable
+from forebay.core.messages.copied import ClearCopy, CompareCopies, Copied
+from forebay.core.record import Record, State, info_of
+from forebay.core.types import Headers
+from forebay.node.engine.buckets import Buckets
+from forebay.node.engine.flush.flusher import Flusher
+from forebay.node.engine.kept import KeptCopies
+from forebay.node.engine.peers import Peers
+from forebay.node.engine.seat import Seat
+from forebay.node.engine.write.writes import Writes
+from forebay.node.store.disk.notes import Note
+from forebay.node.store.reader import StoreReader
+from forebay.node.store.writer import owned
+from forebay.node.store.writer.puts import Change, Put
+from forebay.node.store.writer.writer import Store
+from forebay.ports.clock import Clock
+
+log = logging.getLogger("forebay.replicas")
+
+AGAIN_S = 0.5  # between attempts to have a copy kept, or lists compared
+PATIENCE_S = 4.0  # how long a write waits for its second, besides the time that its bytes take
+BYTES_S = 4 * limits.MIB  # a link, and a disk at its end, that are slower count as silent
+TURNS = 6  # of sending, while the holders change
+LISTED_MAX = 2_000  # keys of one list: 2 MB where keys are as long as they may be
+
+
+class Volumes(Protocol):
+    """`node/engine/volumes.py`."""
+
+    def missing(self, bucket: str) -> list[str]: ...
+
+
+class _Copy(NamedTuple):
+    """What is to be kept: `about` without number and `held`."""
+
+    about: Copied
+    body: Body
+
+
+class Replicas:
+    """See the module's header. `flush` makes changes of the index visible; `is_whole`: all that was owed before the
+    start is in view."""
+
+    def __init__(
+        self,
+        seat: Seat,
+        peers: Peers | None,
+        node_id: str,
+        clock: Clock,
+        kept: KeptCopies,
+        *,
+        store: Store,
+        index: StoreReader,
+        buckets: Buckets,
+        writes: Writes,
+        flusher: Flusher,
+        volumes: Volumes,
+        flush: Callable[[], None],
+        is_whole: Callable[[], bool],
+    ) -> None:
+        self._seat, self._peers, self.node_id, self._clock, self.kept = seat, peers, node_id, clock, kept
+        self._store, self._index, self._buckets, self._writes = store, index, buckets, writes
+        self._flusher, self._volumes, self._flush, self._is_whole = flusher, volumes, flush, is_whole
+        self.sent = Sent(node_id, store.take_id)
+
+    def keeps_twice(self, bucket: str) -> bool:
+        """Whether what no backend has of the bucket is kept on two nodes."""
+        served = self._buckets.known(bucket)
+        return served is not None and served.bucket.is_kept_twice
+
+    # --- writes ------------------------------------------------------------------------------------------------------
+    async def commit(self, change: Change) -> Record | None:
+        """As `Commits.commit`, under the key's lock. `Unavailable` if no second keeps it, or it is not known to: then
+        it may have been written."""
+        name = (change.bucket, change.info.key if isinstance(change, Put) else change.key)
+        if not self.keeps_twice(change.bucket):
+            return await self._writes.commits.commit(change)
+        if change.note is None:
+            if self._is_owned(*name):
+                await self.clear(*name)
+            return await self._writes.commits.commit(change)
+        write = self.sent.begin(name)
+        try:
+            copy: _Copy | None = self._of_change(change, change.note)
+            assert copy is not None
+            held = await self._place(name, copy)
+            record = await self._writes.commits.commit(change)
+            for _ in range(TURNS):
+                if self._agreed().held == held:
+                    return record
+                copy = self._of_store(name)
+                if copy is None:
+                    return record
+                held = await self._place(name, copy)
+        finally:
+            self.sent.end(write)
+        raise Unavailable("the holders change all the time. It may have been written: look before you write it again")
+
+    async def copy_again(self, bucket: str, key: str) -> None:
+        """Under the key's lock: what is here changed, but for its bytes."""
+        if self.keeps_twice(bucket) and (copy := self._of_store((bucket, key))) is not None:
+            await self._place((bucket, key), copy)
+
+    async def clear(self, bucket: str, key: str) -> None:
+        """Under the key's lock: a backend has it, or nobody shall. Nobody keeps it for this node when this returns.
+        `Unavailable` if that is not known."""
+        name = (bucket, key)
+        if not self.keeps_twice(bucket):
+            return
+        for _ in range(TURNS):
+            agreed = self._agreed()
+            second = self._second(agreed, name)
+            if second is not None:
+                home = self._seat.place_of(second)
+                try:
+                    if home is None:
+                        raise Unavailable("it is not heard of")
+                    async with asyncio.timeout(PATIENCE_S):
+                        await self._to_peers().clear_copy(
+                            home, ClearCopy(bucket, key, self.node_id, self.sent.number())
+                        )
+                except (ForebayError, TimeoutError) as error:
+                    self.sent.failed(second)
+                    raise _unheard(second, error) from error
+            if self._agreed().held == agreed.held:
+                return
+        raise Unavailable("the holders change all the time: try again", retry_after_s=1.0)
+
+    def _is_owned(self, bucket: str, key: str) -> bool:
+        here = self._store.owned(bucket, key) is not None or self._flusher.find(bucket, key) is not None
+        return here or self._store.lost_of(bucket, key) is not None
+
+    def _agreed(self) -> Map:
+        agreed = self._seat.agreed
+        if agreed is None:
+            raise Unavailable("this node does not know the cluster's map: try again", retry_after_s=LOOK_S)
+        if self.node_id in agreed.deposed:
+            raise Unavailable(
+                "this node was taken over. It may have been written: look at another node", retry_after_s=LOOK_S
+            )
+        return agreed
+
+    def _second(self, agreed: Map, name: Name) -> str | None:
+        return agreed.second(self.node_id, *name) if self.node_id in agreed.holders else None
+
+    def _to_peers(self) -> Peers:
+        if self._peers is None:
+            raise Unavailable("nodes with identities keep copies for each other with --peer-key: give it to every node")
+        return self._peers
+
+    async def _place(self, name: Name, copy: _Copy) -> int:
+        """Return when the second keeps it; by which holders. `Unavailable`."""
+        until_s = self._clock.monotonic_s() + PATIENCE_S + copy.body.size_bytes / BYTES_S
+        while True:
+            agreed = self._agreed()
+            second = self._second(agreed, name)
+            if second is None:
+                return agreed.held
+            try:
+                async with asyncio.timeout(until_s - self._clock.monotonic_s()):
+                    await self._send(agreed, second, name, copy)
+                return agreed.held
+            except (ForebayError, TimeoutError) as error:
+                self.sent.failed(second)
+                if self._clock.monotonic_s() + AGAIN_S >= until_s:
+                    raise _unheard(second, error) from error
+            await asyncio.sleep(AGAIN_S)
+
+    async def _send(self, agreed: Map, second: str, name: Name, copy: _Copy) -> None:
+        home = self._seat.place_of(second)
+        if home is None:
+            raise Unavailable("it is not heard of")
+        about = msgspec.structs.replace(copy.about, number=self.sent.number(), held=agreed.held)
+        await self._to_peers().keep_copy(home, *name, about, copy.body)
+
+    # --- what is sent ------------------------------------------------------------------------------------------------
+    def _of_change(self, change: Change, note: Note) -> _Copy:
+        if not isinstance(change, Put):
+            return _Copy(self._about(note, "", 0.0, (), is_delete=True), Body(0, b""))
+        info, size_bytes = change.info, change.info.size_bytes
+        body = Body(size_bytes, change.body) if not change.path else Body(size_bytes, path=change.path)
+        return _Copy(self._about(note, info.etag, info.modified_s, info.headers), body)
+
+    def _of_store(self, name: Name) -> _Copy | None:
+        """What this node has of the key and no backend has; None: nothing, or not whole."""
+        kept = owned.entry_at(self._store.home(*name), *name)
+        if kept is None or not self._is_owned(*name):
+            return None
+        if kept.note.is_delete:
+            return _Copy(self._about(kept.note, "", 0.0, (), is_delete=True), Body(0, b""))
+        record = self._store.owned(*name)
+        if record is None or record.object_id != kept.note.object_id or not record.complete:
+            return None
+        info = info_of(record, name[1])
+        if record.inline is not None:
+            body = Body(record.size_bytes, record.inline)
+        else:
+            body = Body(record.size_bytes, path=self._store.data_path(record))
+        return _Copy(self._about(kept.note, info.etag, info.modified_s, info.headers), body)
+
+    def _about(self, note: Note, etag: str, modified_s: float, headers: Headers, *, is_delete: bool = False) -> Copied:
+        bare = msgspec.structs.replace(note, headers=(), tags="", upload_id="", upload_key="", part_bytes=0, stale=())
+        encoded = msgspec.msgpack.encode(bare)
+        return Copied(self.node_id, 0, note.seq, 0, etag, modified_s, headers, encoded, is_delete)
+
+    # --- comparing ---------------------------------------------------------------------------------------------------
+    async def tend(self) -> None:
+        """Do so, for ever."""
+        said = ""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self._tend_once()
+                said = ""
+                continue
+            except ForebayError as error:
+                if error.message != said:
+                    said = error.message
+                    log.warning("not all is kept on two nodes yet: %s", said)
+            except Exception:
+                log.exception("keeping copies broke; it goes on")
+            await asyncio.sleep(AGAIN_S)
+
+    async def _tend_once(self) -> None:
+        agreed = self._seat.agreed
+        if agreed is None or not self._is_whole():
+            return
+        await self.kept.tidy()
+        buckets = [bucket.name for bucket in self._buckets.all() if bucket.is_kept_twice]
+        if not buckets or self.node_id not in agreed.holders:
+            return
+        node = self.sent.to_compare(agreed, self._seat.alive)
+        if node is not None:
+            await self._compare(agreed, node, buckets)
+
+    async def _compare(self, agreed: Map, node: str, buckets: list[str]) -> None:
+        """Have a node keep what it is to keep, and no more."""
+        marked, number, busy = mark(agreed, self._seat.alive, node), self.sent.number(), self.sent.busy
+        for bucket in buckets:
+            if self._volumes.missing(bucket):
+                raise Unavailable(f"volumes are missing that may have something of {bucket}: see `forebay status`")
+            self._flush()
+            after, is_last = "", False
+            while not is_last:
+                owed, upto = self._owned(bucket, after)
+                is_last = not upto
+                listed, writing = self.sent.listed(agreed, node, (((bucket, key), seq) for key, seq in owed))
+                keys = [(key, version) for (_, key), version in listed.items()]
+                under_way = sorted(key for of, key in writing if of == bucket)
+                call = CompareCopies(bucket, self.node_id, number, agreed.held, keys, under_way, after, upto)
+                home = self._seat.place_of(node)
+                if home is None:
+                    raise Unavailable(f"node {node} is not heard of")
+                for key in await self._to_peers().compare_copies(home, call):
+                    await self._send_again(agreed, node, (bucket, key))
+                after = upto
+        while not self.sent.compared(node, marked, busy):
+            if self._agreed().held != agreed.held:
+                return
+            await asyncio.sleep(LOOK_S)
+
+    def _owned(self, bucket: str, after: str) -> tuple[list[tuple[str, int]], str]:
+        """Keys after `after` of which this node has what no backend has, with their versions, and how far they go ("":
+        to the end)."""
+        served = self._buckets.known(bucket)
+        if served is not None and served.bucket.write == "back":
+            seen = [(key, note.seq) for key, note in self._flusher.window(bucket, "", after, LISTED_MAX)]
+            owed = seen
+        else:
+            scanned = self._index.scan(bucket, "", after, LISTED_MAX)
+            seen = [(key, record.object_id) for key, record in scanned]
+            owed = [(key, record.object_id) for key, record in scanned if record.state & State.OWNED]
+        upto = seen[-1][0] if len(seen) == LISTED_MAX else ""
+        lost = {each.key: each.note.seq for each in self._store.lost_in(bucket, "", after)}
+        return [*owed, *((key, seq) for key, seq in lost.items() if not upto or key <= upto)], upto
+
+    async def _send_again(self, agreed: Map, node: str, name: Name) -> None:
+        async with self._writes.lock(*name):
+            if self._agreed().held != agreed.held:
+                raise Unavailable("the holders changed meanwhile")
+            copy = self._of_store(name)
+            if copy is None:
+                return
+            try:
+                async with asyncio.timeout(PATIENCE_S + copy.body.size_bytes / BYTES_S):
+                    await self._send(agreed, node, name, copy)
+            except TimeoutError as error:
+                raise Unavailable(f"node {node} does not answer") from error
+
+
+def _unheard(second: str, error: Exception) -> ForebayError:
+    if isinstance(error, Corrupt):
+        return error
+    said = error.message if isinstance(error, ForebayError) else "no answer in time"
+    return Unavailable(
+        f"node {second} does not keep the second copy ({said}). It may have been written: look before you write again",
+        retry_after_s=1.0,
+    )
