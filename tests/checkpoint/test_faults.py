@@ -107,6 +107,43 @@ def test_saves_wait_for_a_bucket_that_is_away_once_it_owes_all_it_may(node: Node
         assert found["w"].unique().tolist() == [float(handle.step)]
 
 
+def test_ranks_wait_together_while_the_bucket_is_away_and_train_on(node: NodeProcess, tmp_path: Path):
+    """What one rank has still to send keeps the others from no step. The hour of it: tests/sim/test_outage.py."""
+    folder = node.dir / "shared"
+    folder.mkdir()
+    body = {"name": "shared", "url": f"file://{folder}", "write": "back", "dirty_bytes_max": 5_000_000}
+    node.json("PUT", "buckets/shared", body)
+
+    def work(rank: int) -> None:
+        with saver(node, "shared/run", every=1, own=("w",)) as job:
+            job.save(1, whole(1.0), wait=True).durable("bucket")
+            dist.barrier()
+            if rank == 0:
+                folder.rename(folder.with_name("shared-away"))
+            dist.barrier()
+            handle, waited = None, False
+            for step in itertools.count(2):
+                handle = job.maybe_save(step, whole(float(step))) or handle
+                assert handle is not None
+                waits = job._client.metrics().values.get('forebay_write_waits_total{bucket="shared"}', 0)
+                waited = job._ranks.any(bool(waits) and not handle.done)
+                if waited:
+                    break
+            assert handle is not None
+            last = handle.step
+            for later in range(step + 1, step + 50):
+                assert job.maybe_save(later, whole(0.0)) is None, "training goes on, and nothing piles up"
+            dist.barrier()
+            if rank == 0:
+                folder.with_name("shared-away").rename(folder)
+            assert handle.durable("bucket").step == last
+            found = whole(0.0)
+            assert job.restore(found) is not None
+            assert found["w"].unique().tolist() == [float(last)]
+
+    ranks(tmp_path, 2, work)
+
+
 # --- who hears of a failure ------------------------------------------------------------------------------------------
 def overtaken(node: NodeProcess, place: str) -> Checkpointer:
     """A job whose next save fails, because another one saved under its number."""

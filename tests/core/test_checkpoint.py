@@ -104,44 +104,59 @@ def test_the_interval_is_that_of_young_and_daly():
         assert waste(daly_s(stall_s, mtti_s), stall_s, mtti_s) <= best + 0.002
 
 
-def lost_share(interval_of: object, stall_s: float, mtti_s: float, restart_s: float, seed: int, days: float) -> float:
-    """A run with Poisson failures, event by event: the share of it that is not productive."""
-    chance = random.Random(seed)
-    end_s = days * 86_400
-    now_s = saved_s = productive_s = 0.0
-    fail_s = chance.expovariate(1 / mtti_s)
-    interval = Interval()
-    work_s = 0.0  # since the last save
+FAILURES, RUNS, RESTART_S = 150, 6, 60.0
+
+
+def fixed_work_s(interval_s: float, stall_s: float, lag_s: float, gap_s: float) -> float:
+    """How much of a life that ends after `gap_s` counts, with a save each `interval_s` of work. It begins restored."""
+    saves = max(0, math.floor((gap_s - lag_s) / (interval_s + stall_s)))
+    return saves * interval_s
+
+
+def auto_work_s(past: list[Life], began_s: float, stall_s: float, lag_s: float, gap_s: float) -> Life:
+    """A life as a `Checkpointer` with `every="auto"` has it, which knows what its run has recorded, and nothing more;
+    its record."""
+    found = goodput(past)
+    interval = Interval(None, found.failures + bool(past), found.run_s, began_s)
+    end_s, now_s = began_s + gap_s, began_s
+    life = Life(began_s, began_s)
     while now_s < end_s:
-        wanted_s = interval_of(interval, now_s) if callable(interval_of) else float(interval_of)  # type: ignore[arg-type]
-        until_s = now_s + max(0.0, wanted_s - work_s)
-        if fail_s < until_s + stall_s:
-            now_s = max(fail_s, now_s) + restart_s
-            interval.failures += 1
-            work_s = 0.0
-            fail_s = now_s + chance.expovariate(1 / mtti_s)
-            continue
-        work_s += until_s - now_s
-        productive_s += work_s
-        now_s = saved_s = until_s + stall_s
-        work_s = 0.0
-        interval.saved(saved_s, stall_s)
-    return 1 - productive_s / now_s
+        assert interval.due(now_s)
+        now_s += stall_s
+        interval.saved(now_s, stall_s)
+        if now_s + lag_s > end_s:
+            break
+        interval.durable(lag_s)
+        life = Life(began_s, now_s, stall_s=life.stall_s + stall_s, saves=life.saves + 1)
+        saved_s = now_s
+        while not interval.due(now_s):  # an estimate grows while nothing fails
+            now_s = saved_s + interval.reason(now_s).interval_s + 1e-6
+    return life
 
 
+@pytest.mark.parametrize("lag_s", [0.0, 20.0])
 @pytest.mark.parametrize("stall_s", [1.0, 30.0])
 @pytest.mark.parametrize("mtti_h", [3.09, 7.9])
-def test_auto_loses_hardly_more_than_the_best_fixed_interval(stall_s: float, mtti_h: float):
-    mtti_s = mtti_h * 3600
-
-    def lost(interval_of: object) -> float:
-        return sum(lost_share(interval_of, stall_s, mtti_s, 60, seed, 20) for seed in range(12)) / 12
-
-    def auto(interval: Interval, now_s: float) -> float:
-        return interval.reason(now_s).interval_s if interval._stalls else 60.0
-
-    best = min(lost(daly_s(stall_s, mtti_s) * factor) for factor in (0.35, 0.5, 0.7, 0.85, 1, 1.2, 1.5, 2, 3))
-    assert 1 - lost(auto) >= 0.98 * (1 - best), "goodput within 2 % of the best fixed interval's"
+def test_auto_loses_hardly_more_than_the_best_fixed_interval(stall_s: float, mtti_h: float, lag_s: float):
+    """Poisson failures, fresh ones each time: the same for both. The best is found with them, too, as nobody could."""
+    seed = random.SystemRandom().getrandbits(32)
+    mtti_s, chance = mtti_h * 3600, random.Random(seed)
+    factors = [0.3 * 1.15**n for n in range(20)]
+    fixed = dict.fromkeys(factors, 0.0)
+    auto = 0.0
+    for _ in range(RUNS):
+        gaps = [chance.expovariate(1 / mtti_s) for _ in range(FAILURES)]
+        lives: list[Life] = []
+        now_s = 0.0
+        for gap_s in gaps:
+            for factor in factors:
+                interval_s = max(daly_s(stall_s, mtti_s) * factor, lag_s)
+                fixed[factor] += fixed_work_s(interval_s, stall_s, lag_s, gap_s)
+            life = auto_work_s(lives, now_s, stall_s, lag_s, gap_s)
+            lives.append(life)
+            auto += life.saved_s - life.began_s - life.stall_s
+            now_s += gap_s + RESTART_S
+    assert auto >= 0.98 * max(fixed.values()), f"goodput within 2 % of the best fixed interval's: seed {seed}"
 
 
 def test_the_estimate_follows_what_happens_and_says_why():
