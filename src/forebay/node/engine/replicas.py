@@ -111,9 +111,7 @@ class Replicas:
         if not self.keeps_twice(change.bucket):
             return await self._writes.commits.commit(change)
         if change.note is None:
-            if self._is_owned(*name):
-                await self.clear(*name)
-            return await self._writes.commits.commit(change)
+            return await self._forget(name, change)
         write = self.sent.begin(name)
         try:
             copy: _Copy | None = self._of_change(change, change.note)
@@ -130,6 +128,17 @@ class Replicas:
         finally:
             self.sent.end(write)
         raise Unavailable("the holders change all the time. It may have been written: look before you write it again")
+
+    async def _forget(self, name: Name, change: Change) -> Record | None:
+        """Commit what leaves nothing here that a backend lacks."""
+        if self._is_owned(*name):
+            await self.clear(*name)
+        try:
+            return await self._writes.commits.commit(change)
+        except BaseException:
+            if (agreed := self._seat.agreed) is not None and (second := self._second(agreed, name)) is not None:
+                self.sent.failed(second)  # what it forgot is still here: it gets it again
+            raise
 
     async def copy_again(self, bucket: str, key: str) -> None:
         """Under the key's lock: what is here changed, but for its bytes."""

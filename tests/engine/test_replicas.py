@@ -1,0 +1,82 @@
+"""What the engine asks of the node that keeps second copies, where a disk here fails in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from forebay.core.cluster.records import Map, Presence
+from forebay.core.errors import Unavailable
+from forebay.core.messages.calls import DeleteCall, PutCall
+from forebay.core.messages.copied import ClearCopy
+from forebay.core.types import LOCAL_URL, Bucket
+from forebay.node.engine.replicas import Replicas
+
+from .conftest import Rig
+
+Rigged = Callable[..., None]
+
+
+class OtherNode:
+    """Keeps what it is told to, and says so."""
+
+    def __init__(self) -> None:
+        self.kept: set[str] = set()
+
+    async def keep_copy(self, home: Any, bucket: str, key: str, about: Any, body: Any) -> None:
+        self.kept.add(key)
+
+    async def clear_copy(self, home: Any, call: ClearCopy) -> None:
+        self.kept.discard(call.key)
+
+    async def compare_copies(self, home: Any, call: Any) -> list[str]:
+        return [key for key, _ in call.listed if key not in self.kept]
+
+
+def _beside_another(rig: Rig) -> tuple[Replicas, OtherNode]:
+    engine, other = rig.engine, OtherNode()
+    both = {engine.node_id: 1.0, "other": 1.0}
+    agreed = Map(1, True, both, both, both, held=1)
+    alive = {name: Presence(f"{name} lives", 1, 1) for name in both}
+    seat: Any = SimpleNamespace(agreed=agreed, alive=alive, place_of=lambda node: node)
+
+    async def tidy() -> None: ...
+
+    kept: Any = SimpleNamespace(tidy=tidy)
+    peers: Any = other
+    engine.writes.replicas = replicas = Replicas(
+        seat, peers, engine.node_id, engine.clock, kept,
+        store=engine.store, index=engine.index, buckets=engine.buckets, writes=engine.writes, flusher=engine.flusher,
+        volumes=engine.volumes, flush=engine.flush, is_whole=lambda: True,
+    )  # fmt: skip
+    return replicas, other
+
+
+def test_what_could_not_be_deleted_here_is_kept_by_the_other_node_again(
+    rigged: Rigged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other node forgets its copy before it is deleted here. If that fails, the object is still there."""
+
+    async def story(rig: Rig) -> None:
+        replicas, other = _beside_another(rig)
+        await rig.engine.buckets.put(Bucket("own", LOCAL_URL, write="local", copies=2))
+        await rig.engine.writes.put(PutCall("own", "key", 5, body=b"bytes"))
+        await replicas._tend_once()
+        assert other.kept == {"key"}
+        assert replicas.sent.to_compare(replicas._seat.agreed, replicas._seat.alive) is None  # type: ignore[arg-type]
+
+        async def refuse(change: Any) -> None:
+            raise Unavailable("the disk does not answer")
+
+        monkeypatch.setattr(rig.engine.writes.commits, "commit", refuse)
+        with pytest.raises(Unavailable):
+            await rig.engine.writes.delete(DeleteCall("own", "key"))
+        monkeypatch.undo()
+        assert rig.engine.store.owned("own", "key") is not None
+        await replicas._tend_once()
+        assert other.kept == {"key"}
+
+    rigged(story)
