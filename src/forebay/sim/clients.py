@@ -87,6 +87,7 @@ class Board:
         self.wrong: list[str] = []
         self.answered = self.unsure = 0
         self.may_be_full = False  # a disk is, or was since the last quiet moment
+        self.machine_stops = 0
         self.copied: set[str] = set()  # labels of which there are copies
         self.open: dict[Place, int] = defaultdict(int)  # calls without an answer since the last quiet moment
         self.acts: Counter[tuple[str, str]] = Counter()  # bucket, what: those that told something
@@ -163,11 +164,14 @@ class Client:
         sizes: Sizes,
         *,
         changing: Collection[str] = (),
+        fleeting: Collection[str] = (),
     ) -> None:
-        """`pause` after a call without an answer; `changing`: buckets where the ETag of one body may become another."""
+        """`pause` after a call without an answer; `changing`: buckets where the ETag of one body may become another;
+        `fleeting`: those whose uploads end with their machine."""
         self.name = name
         self._ask, self._pause, self._board, self._places, self._sources = ask, pause, board, places, sources
-        self._sizes, self._changing = sizes, changing
+        self._sizes, self._changing, self._fleeting = sizes, changing, fleeting
+        self._stops = 0  # of machines, before the upload began
         self._random = random.Random(seed)
         self._number = 0
         self._found: dict[Place, Seen] = {}
@@ -347,6 +351,7 @@ class Client:
     async def _upload(self, place: Place) -> None:
         label = self._label(place)
         body = self._board.new(place, label, self._sizes.part + self._random.choice([17, self._sizes.part // 5]))
+        self._stops = self._board.machine_stops
         began = await self._asked("POST", place, "uploads")
         found = re.search(rb"<UploadId>([^<]+)</UploadId>", began.body if began else b"")
         if began is None or found is None:
@@ -456,6 +461,8 @@ class Client:
     def _refused(self, place: Place, what: str, answer: Answer) -> None:
         """507 while a disk is full says that nothing was done, and is held to it: no call is noted."""
         if answer.status == FULL and self._board.may_be_full:
+            return
+        if b"NoSuchUpload" in answer.body and place[0] in self._fleeting and self._board.machine_stops > self._stops:
             return
         self._wrong(place, f"{what}: status {answer.status}, {answer.body[:300]!r}")
 

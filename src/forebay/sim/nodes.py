@@ -308,6 +308,7 @@ class Nodes(World):
         life.loop.abandon()
         if how == "machine":
             node.host.stop()
+            self.board.machine_stops += 1
         self.hosts.current = self.beyond
 
     async def _stop(self, node: Node) -> None:
@@ -369,7 +370,8 @@ class Nodes(World):
         async def pause() -> None:
             await asyncio.sleep(0.2)
 
-        return Client(ask, pause, self.board, name, self.places, list(SOURCES), seed, SIZES, changing=("back",))
+        kinds = {"changing": ("back",), "fleeting": ("through",)}
+        return Client(ask, pause, self.board, name, self.places, list(SOURCES), seed, SIZES, **kinds)
 
     async def _ask_at(
         self, who: str, node: Node, method: str, target: str, headers: dict[str, str], body: bytes | None

@@ -114,7 +114,8 @@ class Story(World):
                 await asyncio.sleep(0.05)
 
         names, ask = list(SOURCES), self._ask_by(number)
-        return Client(ask, pause, self.board, f"c{number}", self.places, names, seed, SIZES, changing=("back", "hasty"))
+        kinds = {"changing": ("back", "hasty"), "fleeting": ("through", "hasty")}
+        return Client(ask, pause, self.board, f"c{number}", self.places, names, seed, SIZES, **kinds)
 
     def _ask_by(self, number: int) -> Ask:
         line = self.lines_to_front[number]
@@ -337,6 +338,7 @@ class Story(World):
         self.life = None
         if how == "machine":
             self.host.stop()
+            self.board.machine_stops += 1
             self._remember_less()
         self.check()
 
