@@ -31,6 +31,7 @@ from tests.patience import until
 
 Make = Callable[..., NodeProcess]
 MIB = 1 << 20
+ASKED: list[tuple[str, bytes | None]] = [("GET", None), ("PUT", b"new")]
 PATIENT = Config(signature_version=UNSIGNED, retries={"max_attempts": 8, "mode": "standard"}, read_timeout=30)
 
 
@@ -359,3 +360,33 @@ def test_a_job_that_moves_to_another_node_finds_its_newest_checkpoint_while_the_
             assert restored.step == step
             assert torch.equal(found["w"], weights)
     (tmp_path / "away").rename(tmp_path / "bucket")
+
+
+def test_what_a_home_cannot_answer_is_said_of_the_home_and_not_of_a_backend(node: Make, tmp_path: Path) -> None:
+    with servers.EtcdCluster(1) as single:
+        at = url(single.addresses, "words")
+        asked = node(*flags(tmp_path, at, 300.0))
+        other = node(*flags(tmp_path, at, 300.0))
+        _, id_of_other = until_all_are("active", asked, other)
+        for each in (asked, other):
+            each.json("PUT", "buckets/local", {"name": "local", "url": "local://", "write": "local"})
+        keys = [f"key-{number}" for number in range(8)]
+        for key in keys:
+            until(lambda key=key: asked.ask("PUT", f"/local/{key}", body=b"bytes")[0] == 200)
+        single.members[0].kill()
+        os.kill(other.process.pid, signal.SIGKILL)
+        other.process.wait()
+
+        def refused() -> list[str]:
+            answers = [asked.ask(verb, f"/local/{key}", body=body) for key in keys for verb, body in ASKED]
+            assert {status for status, _ in answers} == {200, 503}, answers
+            return [body.decode() for status, body in answers if status == 503]
+
+        for text in refused():
+            assert f"node {id_of_other} cannot be asked" in text, text
+        again = node("--listen", other.endpoint.removeprefix("http://"), *flags(tmp_path, at, 300.0), dir=other.dir)
+        assert again.endpoint == other.endpoint
+        texts = refused()
+        assert all(f"node {id_of_other} cannot answer now" in text or "could not" in text for text in texts), texts
+        assert any("does not know the cluster" in text for text in texts), "\n".join(texts)
+        assert not any("backend" in text for text in texts), texts

@@ -140,6 +140,15 @@ def from_status(status: int, body: str, what: str, headers: Mapping[str, str] | 
     return failed
 
 
+def said_of_node(failed: ForebayError, node: str) -> None:
+    """Name the node where the error names the backend: it stands in the backend's place. A HEAD brings no reason."""
+    text = failed.message.replace("the backend asks to slow down", f"{node} cannot answer now")
+    text = text.replace("the backend", node).replace(
+        "(HTTP 503 : )", "(it starts, is busy, or does not know the cluster's map yet: `forebay status` tells)"
+    )
+    failed.message = text if node in text else f"{node} cannot be asked: {text}"
+
+
 def _kind_of(status: int, body: str, what: str) -> ForebayError:
     code_found = _CODE.search(body)
     code = code_found[1] if code_found else ""

@@ -23,6 +23,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from forebay.backends import errors
 from forebay.backends.seam import Backend, Body, Fetch, PartSeen, UploadSeen
 from forebay.backends.wrap.counting import BackendCounters
 from forebay.core.errors import Denied, ForebayError, Invalid, NoBackendBucket, NotFound, NotSupported, Precondition
@@ -60,11 +61,13 @@ def decode_bucket(entry: Entry) -> Bucket:
 
 class Served:
     """A bucket and its backend, until its settings change. `error` is the last failure ("" after a success). `of`: the
-    bucket itself, where another node of the cluster stands in its backend's place."""
+    bucket itself, where another node of the cluster stands in its backend's place; `node` is that one, for people."""
 
-    def __init__(self, bucket: Bucket, backend: Backend, implicit: bool = False, of: Served | None = None) -> None:
+    def __init__(
+        self, bucket: Bucket, backend: Backend, implicit: bool = False, of: Served | None = None, node: str = ""
+    ) -> None:
         self.bucket = bucket
-        self.of = of
+        self.of, self.node = of, node
         self.backend: Backend = _Watched(backend, self)
         self.implicit = implicit
         self.error = ""
@@ -90,6 +93,8 @@ class _Watched:
             self._answered()
             raise
         except ForebayError as error:
+            if self._served.node:
+                errors.said_of_node(error, self._served.node)
             self._served.error = f"{error.kind}: {error}"
             raise
         self._answered()

@@ -139,7 +139,7 @@ class Peers:
                 node=self._node_id,
                 peer=f"{home.node} {home.epoch}",
             )
-            known = Served(place, backend, of=served)
+            known = Served(place, backend, of=served, node=f"node {home.node}")
             self._in_place[bucket.name, home] = served, known
         return known
 
