@@ -66,8 +66,8 @@ class Town:
             if key == MAP and value not in (None, NONSENSE)
         ]
 
-    def start(self, name: str, weight: float = 1.0, incarnation: str = "") -> Membership:
-        record = NodeRecord(name, weight, buckets={"back": "written back" + TWICE})
+    def start(self, name: str, weight: float = 1.0, incarnation: str = "", protocol: int = 1) -> Membership:
+        record = NodeRecord(name, weight, buckets={"back": "written back" + TWICE}, protocol=protocol)
         membership = Membership(name, incarnation or f"{name}.{self.now_s}", record, LeaseHold(TTL_S))
         self.nodes[incarnation or name] = Node(membership)
         return membership
@@ -478,3 +478,40 @@ def test_what_cannot_be_read_is_nobodys_word() -> None:
     town.quiet()
     assert town.map.epoch > held >= epoch, "who acted by an older one takes this up as any other"
     assert all(first.right(town.now_s, "b", key) or second.right(town.now_s, "b", key) for key in KEYS)
+
+
+def test_a_node_of_a_release_too_far_stays_out_and_a_neighbour_comes_in() -> None:
+    town = Town()
+    town.start("a")
+    town.start("b")
+    town.quiet()
+    late = town.start("c", protocol=3)
+    town.quiet()
+    assert late.strangers == ["a", "b"]
+    assert NODES + "c" not in town.agreed.entries, "nobody has to judge it"
+    town.start("d", protocol=2)
+    town.quiet()
+    assert set(town.map.owners) == {"a", "b", "d"}
+    # one after the other comes back with the next release, and those of the one before go on beside it
+    for name in ("a", "b"):
+        town.stop(name)
+        upgraded = town.start(name, protocol=2)
+        town.quiet(3 * TTL_S)
+        assert upgraded.strangers == []
+        assert set(town.map.owners) == {"a", "b", "d"} | ({"c"} if name == "b" else set())
+    assert late.strangers == []
+    assert set(town.map.owners) == {"a", "b", "c", "d"}
+    assert town.agreed.entries[NODES + "a"].value.count(b'"protocol":2') == 1
+
+
+def test_a_release_that_was_given_up_keeps_nobody_out() -> None:
+    town = Town()
+    town.start("a")
+    town.quiet()
+    town.stop("a")
+    late = town.start("b", protocol=3)
+    town.quiet(3 * TTL_S)
+    assert late.strangers == ["a"]
+    town.want("a", "gone")
+    town.quiet()
+    assert set(town.map.owners) == {"b"}

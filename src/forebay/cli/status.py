@@ -135,7 +135,7 @@ def _cluster(state: NodeState) -> list[str]:
             show.percent(node.share, 1.0),
             str(node.epoch or "-"),
             node.address,
-            node.doing,
+            node.doing + (f" (release {node.release})" if node.release not in ("", state.version) else ""),
         )
         for node in cluster.nodes
     ]

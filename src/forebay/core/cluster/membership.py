@@ -35,6 +35,9 @@ is on the next in order of each key, who is the home by the next map. One at a t
 is `deposed`, acts on nothing, and holds again when it has forgotten its copies (`Released`) and all is covered. A node
 that keeps a bucket once (`NodeRecord.buckets`) is waited for.
 
+*Another release.* A node enters only if all others that are not gone speak a protocol next to its own (`strangers`).
+The check comes before its record says what it speaks, so it is the newcomer who stays out, and nobody who is in.
+
 *What cannot be read* (somebody wrote past us) is nobody's word. A node's record is written again by the node. A
 presence counts as that of a process that has taken up no map, until the process writes it again. A map stops everybody:
 who acts by the one before cannot be known, so no map follows until an operator has deleted it.
@@ -72,6 +75,7 @@ from forebay.core.cluster.records import (
     State,
     Wanted,
     encoded,
+    may_mix,
 )
 
 T = TypeVar("T")
@@ -224,6 +228,15 @@ class Membership:
         present = self.alive.get(self.node, UNREADABLE)
         return present.incarnation not in (self.incarnation, UNREADABLE.incarnation)
 
+    @property
+    def strangers(self) -> list[str]:
+        """The nodes for whose sake this process stays out: of a release too far from its own."""
+        own, speaks = self.nodes.get(self.node), self._record.protocol
+        if own is not None and own.protocol == speaks:
+            return []  # it came in
+        others = [node for node, record in self.nodes.items() if node != self.node and record.wanted != "gone"]
+        return sorted(node for node in others if not may_mix(self.nodes[node].protocol, speaks))
+
     # --- what happens ------------------------------------------------------------------------------------------------
     def step(self, now_s: float, event: Event) -> list[Effect]:
         match event:
@@ -281,7 +294,7 @@ class Membership:
         return [Settle(self.map.epoch)]
 
     def _write(self, now_s: float) -> list[Effect]:
-        if self._out or now_s < self._again_s or self._revision < self._wanted_revision:
+        if self._out or now_s < self._again_s or self._revision < self._wanted_revision or self.strangers:
             return []
         write = self._own_record() or (self._in_turn(now_s) if self.hold.holds(now_s) else None)
         self._out = write is not None

@@ -21,6 +21,10 @@ before it acts.
 holders, `covered` the last for which every holder said that all of it does. While the two are equal a node that is
 missing may be taken over: it is `deposed`, and its copies are old until it has forgotten them.
 
+*Releases.* A node says in its record which PROTOCOL it speaks: what stands in these entries, and what nodes ask each
+other. Fields may be added with defaults at any time; the number grows when a node of the release before would do harm.
+Neighbours may be of one cluster, so that nodes are upgraded one after the other (`may_mix`).
+
 Rejected: a list of changes instead of maps (whoever missed one is wrong for ever); the table of slots in the store
 (megabytes, and everybody can compute it).
 
@@ -43,19 +47,27 @@ NODES = PREFIX + "node/"
 ALIVE = PREFIX + "alive/"
 
 TWICE = ", on two nodes"  # how a bucket's line in `NodeRecord.buckets` ends, if all that no backend has is kept twice
+PROTOCOL = 2  # 1: releases that did not say
 
 Wanted = Literal["active", "draining", "maintenance", "gone"]
 State = Literal["joining", "active", "missing", "draining", "leaving", "maintenance", "gone"]
 
 
+def may_mix(one: int, other: int) -> bool:
+    """Whether nodes that speak these may be of one cluster."""
+    return abs(one - other) <= 1
+
+
 class NodeRecord(msgspec.Struct, frozen=True):
     """A node: where it is reached, how much it holds, what is wanted of it, and how it keeps the buckets that are not
-    written through."""
+    written through. `protocol`: what it speaks, 1 if it does not say; `release`: of Forebay, for people."""
 
     address: str
     weight: float  # bytes of capacity
     wanted: Wanted = "active"
     buckets: dict[str, str] = {}
+    protocol: int = 1
+    release: str = ""
 
 
 class Presence(msgspec.Struct, frozen=True):

@@ -48,7 +48,7 @@ Wish = Literal["active", "draining", "maintenance", "gone", "forgotten"]
 
 class ClusterNode(msgspec.Struct, frozen=True):
     """One node of a cluster. `share`: the part of all keys that it owns; `epoch`: of the map that it acts by, 0 if it
-    does not live; `doing`: what it does, in words."""
+    does not live; `doing`: what it does, in words; `release`: of Forebay, "" if it does not say."""
 
     node_id: str
     address: str
@@ -57,6 +57,7 @@ class ClusterNode(msgspec.Struct, frozen=True):
     share: float
     epoch: int
     doing: str
+    release: str = ""
 
 
 class ClusterState(msgspec.Struct, frozen=True):

@@ -27,11 +27,12 @@ from typing import Any
 
 import msgspec
 
+import forebay
 from forebay.backends.bounds import Bounds
 from forebay.backends.seam import Backend
 from forebay.backends.stack import open_backend
 from forebay.backends.wrap.counting import BackendCounters
-from forebay.core.cluster.records import NodeRecord
+from forebay.core.cluster.records import PROTOCOL, NodeRecord
 from forebay.core.errors import ForebayError, Invalid, Unavailable
 from forebay.core.machines.hints import Hints
 from forebay.core.machines.pulse import interval_s
@@ -395,7 +396,9 @@ class Engine:
             self._meta,
             remembered,
             self.node_id,
-            NodeRecord(settings.advertised, weight_of(self._capacity_bytes())),
+            NodeRecord(
+                settings.advertised, weight_of(self._capacity_bytes()), protocol=PROTOCOL, release=forebay.__version__
+            ),
             lease_s=settings.lease_s,
             place=f"{boot_id()} {at.st_dev} {at.st_ino}",
             clock=system_clock.boottime,

@@ -47,7 +47,7 @@ from forebay.core.cluster.membership import (
     Write,
 )
 from forebay.core.cluster.membership import wanted as wanted_record
-from forebay.core.cluster.records import ID, NODES, PREFIX, TWICE, UNREADABLE, Map, NodeRecord, Presence
+from forebay.core.cluster.records import ID, NODES, PREFIX, PROTOCOL, TWICE, UNREADABLE, Map, NodeRecord, Presence
 from forebay.core.errors import Exists, ForebayError, Invalid, NotFound, Precondition, Unavailable
 from forebay.core.messages.node_state import ClusterNode, ClusterState, MapNode, NodeMap, Wish
 from forebay.core.metrics import series
@@ -169,9 +169,8 @@ class Seat:
     def home(self, bucket: str, key: str, stripe: int = 0) -> Home | None:
         """The node that everybody takes for the home of the key, or of a later stripe of it; None while nobody can
         tell, or it does not live."""
-        machine = self._machine
-        known = machine.map
-        if known is None or not known.active or self._wrong or machine.doubled:
+        machine, known = self._machine, self.agreed
+        if known is None or not known.active:
             return None
         node = known.home(bucket, key, stripe)
         if node is None or node not in machine.alive or node not in machine.nodes:
@@ -194,7 +193,7 @@ class Seat:
     @property
     def agreed(self) -> Map | None:
         """The map; None if this process is not one that may go by it."""
-        return None if self._wrong or self._closed or self._machine.doubled else self._machine.map
+        return None if self._wrong or self._closed or self._machine.doubled or self._strange else self._machine.map
 
     def place_of(self, node: str) -> Home | None:
         """Where a node is reached by the agreed map; None if it does not live."""
@@ -258,6 +257,22 @@ class Seat:
         return f"{self._machine.node} {0 if self._machine.map is None else self._machine.map.epoch}"
 
     @property
+    def _strange(self) -> str:
+        """Why the node stays out for the sake of another release; "" if it does not."""
+        machine = self._machine
+        strangers = machine.strangers
+        if not strangers:
+            return ""
+        record = machine.nodes[strangers[0]]
+        newer = record.protocol > PROTOCOL
+        release = record.release or "an earlier one"
+        return (
+            f"node {strangers[0]} speaks protocol {record.protocol} (its release is {release}), and this one "
+            f"{PROTOCOL}: {'install a release next to that one here' if newer else 'upgrade that node first'}, or give "
+            "it up if it never comes back. Nodes of a cluster may be one release apart"
+        )
+
+    @property
     def trouble(self) -> str:
         """What keeps the node from its place; "" if nothing does."""
         if self._wrong:
@@ -270,6 +285,8 @@ class Seat:
                 "lease ends in seconds; else one of the two directories is a copy: stop that node, and give it an "
                 "empty --dir"
             )
+        if strange := self._strange:
+            return strange
         unreadable = ", ".join(sorted(self._machine.unreadable))
         if unreadable:
             return (
@@ -352,7 +369,8 @@ class Seat:
         owners = machine.map.owners if machine.map is not None else {}
         share = owners.get(node, 0.0) / (sum(owners.values()) or 1.0)
         epoch = 0 if present is None else present.epoch
-        return ClusterNode(node, record.address, machine.state(node), record.wanted, share, epoch, self._doing(node))
+        doing, state = self._doing(node), machine.state(node)
+        return ClusterNode(node, record.address, state, record.wanted, share, epoch, doing, record.release)
 
     def _doing(self, node: str) -> str:
         machine = self._machine
@@ -506,7 +524,7 @@ class Seat:
         own = self._machine.nodes.get(self._machine.node)
         wish = "" if own is None or own.wanted == "active" else own.wanted
         away = f"the node is {wish}" if wish else ""
-        if self._wrong or self._machine.doubled:
+        if self._wrong or self._machine.doubled or self._strange:
             away = self.trouble
         if (away, self.as_home) != (self.away, self._known_as):
             self.away, self._known_as = away, self.as_home
