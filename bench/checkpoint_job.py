@@ -67,7 +67,9 @@ class Forebay:
 
     def __init__(self, rank: int, work: dict[str, Any]) -> None:
         forebay = importlib.import_module("forebay.torch")
-        self._saver = forebay.Checkpointer(f"{work['bucket']}/shape", url=work["endpoint"], keep=1, own=("shard",))
+        self._saver = forebay.Checkpointer(
+            f"{work['bucket']}/shape", url=work["endpoint"][work["what"]], keep=1, own=("shard",)
+        )
 
     def save(self, turn: int, state: dict[str, Any]) -> None:
         self._saver.save(turn, {"shard": state}, wait=True)

@@ -95,12 +95,7 @@ class Cluster:
 
     def wait_agreed(self, nodes: Iterable[Node] = ()) -> None:
         """Return when these nodes (by default all) say that they, and no others, are active, by one active map."""
-        wanted = list(nodes) or self.nodes
-        deadline_s = time.monotonic() + AGREED_TIMEOUT_S
-        while not _agree(wanted):
-            if time.monotonic() > deadline_s:
-                raise ServerFailed(f"{len(wanted)} nodes do not agree; the first says: {wanted[0].log_tail()}")
-            time.sleep(0.1)
+        wait_agreed(list(nodes) or self.nodes)
 
     def add_bucket(self, name: str, write: WriteMode = "through") -> None:
         """The box's bucket under `name`, at every node."""
@@ -140,6 +135,15 @@ class Cluster:
     def upload(self, key: str, path: Path) -> None:
         """Put a file into the box's bucket, past the nodes."""
         upload_file(self.bucket, key, path)
+
+
+def wait_agreed(nodes: list[Node]) -> None:
+    """Return when these nodes say that they, and no others, are active, by one active map."""
+    deadline_s = time.monotonic() + AGREED_TIMEOUT_S
+    while not _agree(nodes):
+        if time.monotonic() > deadline_s:
+            raise ServerFailed(f"{len(nodes)} nodes do not agree; the first says: {nodes[0].log_tail()}")
+        time.sleep(0.1)
 
 
 def _agree(nodes: list[Node]) -> bool:

@@ -197,6 +197,14 @@ def _checkpoint(name: str, what: str, **more: Any) -> Row:
     return Row(f"checkpoint-{name}", "checkpoint", what, function, (STATE,), (STATE_QUICK,), **more)
 
 
+def _shape(name: str, what: str) -> Row:
+    goals = {"save / raw": at_least(0.9), "load / raw": at_least(0.9)}
+    goals |= {f"{verb} / s3torchconnector": at_least(1.0) for verb in ("save", "load")}
+    function, size = f"bench.rows.checkpoint_shape:{name}", Objects("state", 1_127_428_915, 1)
+    more: dict[str, Any] = {"goals": goals, "rounds": 10, "peer": "best peer"}
+    return Row(f"checkpoint-{name}", "checkpoint", what, function, (size,), (STATE_QUICK,), **more)
+
+
 def _small_cache(size_bytes: int) -> Row:
     goal = at_most(1.1)
     return Row(
@@ -676,22 +684,8 @@ ROWS: tuple[Row, ...] = (
         goals={"stands still / watchdog": at_most(1.0)},
         peer="limit",
     ),
-    Row(
-        "checkpoint-shape",
-        "checkpoint",
-        "8 processes save 1.05 GiB and sync, 8 others load it from the disk",
-        "bench.rows.checkpoint_shape:shape",
-        (Objects("state", 1_127_428_915, 1),),
-        (STATE_QUICK,),
-        goals={
-            "save / raw": at_least(0.9),
-            "load / raw": at_least(0.9),
-            "save / s3torchconnector": at_least(1.0),
-            "load / s3torchconnector": at_least(1.0),
-        },
-        rounds=10,
-        peer="best peer",
-    ),
+    _shape("shape", "8 processes save 1.05 GiB and sync, 8 others load it from the disk"),
+    _shape("elsewhere", "8 processes save 1.05 GiB and sync, 8 others load it by another node of the cluster"),
     Row(
         "dcp",
         "checkpoint",

@@ -1,4 +1,4 @@
-"""The `checkpoint-shape` row: MLPerf Storage's checkpoints at a hundredth, by a node, by plain files, and by a peer.
+"""The `checkpoint-shape` rows: MLPerf Storage's checkpoints at a hundredth, by a node, by plain files, and by a peer.
 
 Theory. Eight processes save 1.05 GiB together ten times, each save synced, and other processes load each. Before a load
 nothing is in the page cache: everything that a side has on the disk is synced and dropped from it. The benchmark
@@ -8,6 +8,10 @@ and the disk need not hold ten of all of them.
 Plain files, written and synced by the same eight processes, are what a local disk can do. The peer is what a script
 takes for a bucket: `torch.distributed.checkpoint` through s3torchconnector to SeaweedFS, which syncs nothing. Ours is a
 `Checkpointer` and a node, whose bucket counts when it is on the disk.
+
+In `checkpoint-elsewhere` who loads asks another node of the cluster than who saved, as after a machine was lost. Both
+nodes are on this machine: what crosses its loopback costs the cores what a network would spare them, and the node that
+is asked has none of it at first.
 """
 
 from __future__ import annotations
@@ -20,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from bench import checkpoint_job
-from bench.parts import BUCKET, Lab
+from bench.cluster import wait_agreed
+from bench.parts import BUCKET, Lab, Node
 from bench.peer_process import PeerProcess
 from bench.report import Result
 from bench.rows.loader import peer_env, peers_python
-from bench.servers import MissingProgram
+from bench.servers import EtcdCluster, MissingProgram
 from bench.stats import Measure, compared
 from bench.workloads import Row
 
@@ -35,15 +40,32 @@ Jobs = dict[str, PeerProcess]  # by what they do: save, load
 
 def shape(lab: Lab, row: Row) -> Result:
     """Bytes a second of saves and loads of all ranks together, round by round for each side in turn."""
+    with lab.node(core=None) as node:
+        node.add_local("saved", durability="disk")
+        return _measured(lab, row, node, node)
+
+
+def elsewhere(lab: Lab, row: Row) -> Result:
+    """As `shape`, in a cluster of two nodes: who loads asks the other node than who saved."""
+    with EtcdCluster(1) as etcd, contextlib.ExitStack() as stack:
+        host, port = etcd.addresses[0]
+        options = ("--cluster", f"etcd://{host}:{port}/shape")
+        nodes = [stack.enter_context(Node(options=options)) for _ in range(2)]
+        wait_agreed(nodes)
+        for node in nodes:
+            node.add_local("saved", durability="disk")
+        return _measured(lab, row, *nodes)
+
+
+def _measured(lab: Lab, row: Row, saved_at: Node, loaded_at: Node) -> Result:
     size_bytes = (row.quick if lab.quick else row.objects)[0].size_bytes
     rates: dict[tuple[str, str], list[float]] = {}
     notes: tuple[str, ...] = ()
     (lab.dir / "raw").mkdir()
     with contextlib.ExitStack() as stack:
-        node = stack.enter_context(lab.node(core=None))
-        node.add_local("saved", durability="disk")
-        folders = [lab.dir / "raw", node.dir]
-        work = {"endpoint": node.endpoint, "bucket": "saved", "folder": str(lab.dir / "raw"), "size_bytes": size_bytes}
+        folders = [lab.dir / "raw", saved_at.dir, loaded_at.dir]
+        at = {"save": saved_at.endpoint, "load": loaded_at.endpoint}
+        work = {"endpoint": at, "bucket": "saved", "folder": str(lab.dir / "raw"), "size_bytes": size_bytes}
         sides = {side: _jobs(stack, lab, side, sys.executable, work, {}) for side in (RAW, OURS)}
         try:
             python = peers_python()

@@ -1,4 +1,4 @@
-"""The `checkpoint-shape` row, shrunk: our side and plain files, by processes that save and others that load."""
+"""The `checkpoint-shape` rows, shrunk: our side and plain files, by processes that save and others that load."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from bench.workloads import BY_NAME, Objects
 pytestmark = pytest.mark.real
 
 
-def test_each_side_saves_and_loads_and_a_missing_peer_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+@pytest.mark.parametrize("name", ["checkpoint-shape", "checkpoint-elsewhere"])
+def test_each_side_saves_and_loads_and_a_missing_peer_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+):
     monkeypatch.setenv("FOREBAY_BENCH_PEERS", str(tmp_path / "none"))
     monkeypatch.setattr(checkpoint_shape, "RANKS", 2)
     with Lab(quick=True) as lab:
-        row = dataclasses.replace(BY_NAME["checkpoint-shape"], quick=(Objects("state", 4 << 20, 1),))
+        row = dataclasses.replace(BY_NAME[name], quick=(Objects("state", 4 << 20, 1),))
         result = main.run_row(lab, row)
     assert not result.error
     assert [(each.name, each.peer, len(each.ours)) for each in result.measures] == [
