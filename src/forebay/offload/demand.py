@@ -117,6 +117,7 @@ class Demand(Company):
         self.facts = StepFacts()
         self._waited_s = self._books.waited_s
         self._books.make_room, self._books.relieve = self._room_for, self._evict
+        self._books.brought = self._use  # it can leave again, whoever wanted it
         with self._books:
             self._learn(self._names(None))
             for saved in self.tickets.alive() if self.tickets is not None else ():
@@ -128,7 +129,7 @@ class Demand(Company):
         if self.is_on:
             self.is_on = False
             self.facts.missing_s = self._books.waited_s - self._waited_s
-            self._books.make_room = self._books.relieve = None
+            self._books.make_room = self._books.relieve = self._books.brought = None
 
     # --- what is there -----------------------------------------------------------------------------------------------
     def at(self, name: str) -> None:
@@ -193,15 +194,15 @@ class Demand(Company):
     def before(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with self._books:
             makes = 0 if does_no_work(operator) else self._made_by(operator, args, kwargs)
-            self._bring([*self._used(args), *self._used(kwargs.values())], makes)
+            self._bring([*self.used(args), *self.used(kwargs.values())], makes)
             if writes_an_input(operator):
-                for movable in self._used(arguments_written(operator, args, kwargs)):
+                for movable in self.used(arguments_written(operator, args, kwargs)):
                     movable.written()
 
     def bring(self, values: Iterable[Any]) -> None:
         """Tensors are about to be used together, by what passes no mode."""
         with self._books:
-            self._bring(self._used(values), 0)
+            self._bring(self.used(values), 0)
 
     def _bring(self, used: Iterable[Movable], more_bytes: int) -> None:
         self._kept.update(used)
@@ -225,7 +226,8 @@ class Demand(Company):
         self.after()
         return output
 
-    def _used(self, values: Iterable[Any]) -> Iterator[Movable]:
+    def used(self, values: Iterable[Any]) -> Iterator[Movable]:
+        """What lasts, of these tensors."""
         for value in values:
             for tensor in tensors(value):
                 for part in parts(tensor):
@@ -266,7 +268,7 @@ class Demand(Company):
         if writes_an_input(operator):
             return False  # perhaps it did already
         with self._books:
-            self._kept.update(self._used(args), self._used(kwargs.values()))
+            self._kept.update(self.used(args), self.used(kwargs.values()))
             try:
                 return self._evict()
             finally:
@@ -284,7 +286,12 @@ class Demand(Company):
                 continue
             if movable is None or (isinstance(movable, Lasting) and movable.is_dropped()):
                 del self._recent[key]
-            elif movable not in self._kept and not movable.is_held_elsewhere() and self._send(movable):
+            elif (
+                movable not in self._kept
+                and movable not in self._books.together
+                and not movable.is_held_elsewhere()
+                and self._send(movable)
+            ):
                 self._recent.pop(key, None)
                 self.facts.unplanned += 1
                 return True

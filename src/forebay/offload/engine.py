@@ -10,9 +10,12 @@ without their waits, and after TIMED_STEPS the plan is made again. Later it is c
 from the prediction by DRIFT_SHARE, the tiers are measured and the plan is made anew. (An accelerator's profiler has the
 device's own times, and those stay.)
 
-A step that differs from the profiled one continues without a plan, within the budget, from the point where that shows,
-or from the next point outside the backward pass. After PATIENCE such steps in a row the next ones are profiled anew. If
-everything fits into the budget, nothing moves and nothing of this is on the way.
+A step whose first forward pass gets more bytes than any that was planned for is profiled from there on, and the plan is
+then made for it; smaller ones follow that plan. So where lengths vary there is a plan for the longest so far.
+
+A step that differs otherwise from the profiled one continues without a plan, within the budget, from the point where
+that shows, or from the next point outside the backward pass. After PATIENCE such steps in a row the next ones are
+profiled anew. If everything fits into the budget, nothing moves and nothing of this is on the way.
 
 Between steps part of the model is away. Whatever touches it from Python has it loaded first (`guard`). A forward pass
 without gradients loads what it uses, within the budget. So do `state_dict` and `load_state_dict` of an `Offload`, one
@@ -29,11 +32,10 @@ were given, whole and without hooks.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from time import perf_counter
 from typing import Any
 
@@ -42,6 +44,7 @@ from torch.utils._pytree import tree_leaves
 
 from forebay.core.errors import Busy, Closed, ForebayError, Invalid, NotSupported
 from forebay.core.quantity import parse_size
+from forebay.offload.building import Initialize, build, is_on_meta, move_to
 from forebay.offload.demand import Demand
 from forebay.offload.guard import Guard
 from forebay.offload.movables import Books, Lasting, Movable, Residency
@@ -49,18 +52,18 @@ from forebay.offload.planning.choose import Choice, choose
 from forebay.offload.planning.hardware import Hardware, Tier
 from forebay.offload.planning.itinerary import itinerary
 from forebay.offload.planning.plan import SIZE_BYTES_MIN
-from forebay.offload.planning.trace import KINDS, Trace
+from forebay.offload.planning.trace import KINDS, Trace, unmoved
+from forebay.offload.refusals import check_model, check_numbers, check_tiers
 from forebay.offload.report import Report, explain, report_of
+from forebay.offload.rescue import Rescue
 from forebay.offload.runner import Runner, StepFacts
 from forebay.offload.states import copied, load_optimizer
 from forebay.offload.tickets import Tickets
 from forebay.offload.tiers.device_memory import accelerators
-from forebay.offload.tiers.disk_tier import DiskTier
-from forebay.offload.tiers.host_tier import HostTier
 from forebay.offload.tiers.link import measure_link
 from forebay.offload.tiers.tiers import Storage
 from forebay.offload.tracing.chunks import AFTER, check_separable
-from forebay.offload.tracing.compiled import Around, Hook, compiled_modules, is_compiled, show_regions
+from forebay.offload.tracing.compiled import Around, Hook, compiled_modules, show_regions
 from forebay.offload.tracing.dispatch import in_backward
 from forebay.offload.tracing.points import CHUNK, GRADIENT, Points
 from forebay.offload.tracing.profile import Profiler
@@ -91,8 +94,9 @@ class Offload:
     that trains.
 
     `separable` says of an optimizer of a class of yours, made from one of torch's, that it updates each parameter by
-    itself as that does: from its own gradient, state and group. `experimental` takes models on an accelerator, on which
-    this has not run yet.
+    itself as that does: from its own gradient, state and group. What of the model is on `meta` gets memory on `device`,
+    and values by each module's `reset_parameters()` or by `initialize(module)`, within the budget. `experimental` takes
+    models on an accelerator, on which this has not run yet.
     """
 
     def __init__(
@@ -105,25 +109,21 @@ class Offload:
         chunk_bytes: int = CHUNK_BYTES,
         size_bytes_min: int = SIZE_BYTES_MIN,
         separable: bool = False,
+        device: Any = None,
+        initialize: Initialize | None = None,
         experimental: bool = False,
     ) -> None:
-        _check_model(model, experimental=experimental)
+        self._device = check_model(model, device, experimental=experimental)
         self.budget_bytes = parse_size(budget) if isinstance(budget, str) else budget
-        _check_numbers(self.budget_bytes, chunk_bytes, size_bytes_min)
+        check_numbers(self.budget_bytes, chunk_bytes, size_bytes_min)
         check_separable(optimizer, trusted=separable)
-        if isinstance(tiers, Storage) or not all(isinstance(tier, Storage) for tier in tiers):
-            raise Invalid('tiers are a list, as in [HostTier("32GiB"), DiskTier(["/nvme/x"], "200GiB")]')
+        self._disks, self._hosts = check_tiers(tiers)
         self.model, self.optimizer = model, optimizer
-        self._disks = [tier for tier in tiers if isinstance(tier, DiskTier)]
-        self._hosts = [tier for tier in tiers if isinstance(tier, HostTier)]
-        if not tiers or len(self._disks) > 1 or len(self._hosts) > 1:
-            raise Invalid("give one disk tier, one host tier, or one of each: a disk tier may have many directories")
         self._size_bytes_min = size_bytes_min
         self._chunk_bytes = chunk_bytes
         self.trace: Trace | None = None
         self.choice: Choice | None = None
         self.steps: list[StepFacts] = []  # that followed a plan
-        self._device = next(model.parameters()).device
         self._parameters = dict(model.named_parameters())
         ddp = torch.nn.parallel.DistributedDataParallel
         self._moves_gradients = not any(isinstance(module, ddp) for module in model.modules())  # else they are buckets
@@ -138,6 +138,10 @@ class Offload:
         self._inside = self._closed = self._evaluates = self._in_part = False
         self._here_bytes: dict[str, int] = {}
         self._input_bytes = 0  # of a forward pass in the profiled step, the largest
+        self._hopeless_bytes = math.inf  # of passes that no plan was found for
+        self._passes = 0  # forward, in this step
+        self._late = ExitStack()
+        self._profiler: Profiler | None = None  # of a step that turned out larger
         self._moved = (0, 0)  # bytes written and read before this step
         self._books = Books([*self._disks, *self._hosts])
         self._books.look_up = self._tensor
@@ -154,10 +158,32 @@ class Offload:
             seen=self._demand.saw,
             asked=self._demand.asked,
         )
+        self._rescue = Rescue(self._books, self._demand.used)
         self.hardware = self._opened(tiers)
+        self._heard: Any = None
         self._handles = self._hooks()
         self._regions: set[int] = set()  # by `id`: compiled modules that are watched
         self._see_regions()
+        if is_on_meta(model):
+            self._build(initialize)
+
+    def _build(self, initialize: Initialize | None) -> None:
+        """Give a model on `meta` its memory. If that fails, nothing of ours is left."""
+        names = {id(parameter): f"parameter {name}" for name, parameter in self._parameters.items()}
+
+        def learn(tensor: Any) -> None:
+            if id(tensor) in names:
+                self._demand.learn([names[id(tensor)]])
+
+        self._guard.put()
+        self._demand.start()
+        try:
+            build(self.model, self._device, initialize, learn)
+        except BaseException:
+            self._demand.stop()
+            self._drop()
+            raise
+        self._demand.stop()
 
     def _opened(self, tiers: Sequence[Storage]) -> Hardware:
         """What there is to move to, measured; all tiers are open then, or none."""
@@ -174,13 +200,19 @@ class Offload:
 
     def _hooks(self) -> list[Any]:
         """What stays at model and optimizer until the end."""
+        self._hear_forward()
         return [
-            self.model.register_forward_pre_hook(Hook(self._before_forward), prepend=True, with_kwargs=True),
             self.model.register_forward_hook(Hook(self._after_forward), always_call=True),
             self.model.register_state_dict_pre_hook(Hook(self._come_back_outside)),
             self.optimizer.register_state_dict_pre_hook(Hook(self._come_back_outside)),
             self.optimizer.register_step_post_hook(Hook(self._all_written)),
         ]
+
+    def _hear_forward(self) -> None:
+        """Before all points of the model's forward pass."""
+        if self._heard is not None:
+            self._heard.remove()
+        self._heard = self.model.register_forward_pre_hook(Hook(self._before_forward), prepend=True, with_kwargs=True)
 
     def __enter__(self) -> Offload:
         return self
@@ -193,26 +225,44 @@ class Offload:
                 raise
             error.add_note(f"and what had left could not be brought back: {failed.message}")
 
-    def close(self) -> None:
+    def close(self, *, to: Any = None) -> None:
         """Bring everything back, remove all hooks, close the tiers. May be called again. If a tier cannot be read it is
-        closed all the same, and the error is raised: what was there is lost."""
+        closed all the same, and the error is raised: what was there is lost.
+
+        Where not everything fits into the device's memory: `to="cpu"` leaves model and optimizer in host memory, and
+        `to="meta"` without any bytes. Both go tensor by tensor, within the budget."""
         if self._closed:
             return
         if self._inside:
             raise Invalid("this Offload is in the middle of a step: close it after that")
         self._end_evaluation()
+        if to is not None:
+            self._leave_for(torch.device(to))
         try:
             self._come_back()
         finally:
-            self._closed = True
-            self._let_go()
-            for handle in self._handles:
-                handle.remove()
-            for movable in (*self._globals.values(), *self._behind):
-                with suppress(ForebayError):  # the first of them is on its way
-                    movable.die()
-            for tier in self._books.tiers:
-                tier.close()
+            self._drop()
+
+    def _leave_for(self, device: Any) -> None:
+        with self._in_parts():
+            self._let_go()  # hooks of ours would go with the tensors
+            if device.type == "meta":
+                with self._books:
+                    move_to(self.model, self.optimizer, device, None)
+            else:
+                move_to(self.model, self.optimizer, device, self._demand.bring)
+
+    def _drop(self) -> None:
+        """Nothing of ours is left, and what is away is lost."""
+        self._closed = True
+        self._let_go()
+        for handle in (self._heard, *self._handles):
+            handle.remove()
+        for movable in (*self._globals.values(), *self._behind):
+            with suppress(ForebayError):  # the first of them is on its way
+                movable.die()
+        for tier in self._books.tiers:
+            tier.close()
 
     # --- telling -----------------------------------------------------------------------------------------------------
     def report(self) -> Report:
@@ -245,19 +295,24 @@ class Offload:
         self._inside = True
         began_s = perf_counter()
         try:
-            if self._runner is not None:
-                with self._following(self._runner):
+            if (runner := self._runner) is not None:
+                with self._following(runner):
                     yield
-                self._told(self._runner, perf_counter() - began_s)
+                self._told(runner, perf_counter() - began_s)
             elif self.choice is None:
                 with self._watching():
                     yield
             else:  # all fits: nothing of ours is on the way
-                yield
-                self.steps.append(StepFacts(step_s=perf_counter() - began_s, lost=self.choice is None))
+                choice = self.choice
+                with self._perhaps_profiled():
+                    yield
+                facts = StepFacts(step_s=perf_counter() - began_s, lost=self.choice is not choice)
+                self._add(facts)
+                self.steps.append(facts)
         finally:
             self._inside = False
             self._demand.stop()
+            self._books.make_room = self._books.relieve = None
 
     def _at(self, name: str) -> None:
         if not self._inside:
@@ -286,6 +341,7 @@ class Offload:
         self._guard.put()
         if self._watched < PLAIN_STEPS:
             self._points.attach()
+            self._guard.between = self._points.between
             try:
                 with torch.autograd.graph.saved_tensors_hooks(self._tickets.pack, self._tickets.unpack):
                     self._demand.start()
@@ -297,25 +353,88 @@ class Offload:
             self._watched += 1
             return
         with Profiler(self.model, self.optimizer, chunk_bytes=self._chunk_bytes, company=self._demand) as profiler:
+            self._guard.between = profiler.between
             yield
+        if profiler.operators:  # else nothing was done in this step: the next one is profiled
+            self._plan_for(profiler)
+            self._watched += 1
+
+    def _plan_for(self, profiler: Profiler) -> bool:
+        """Follow a plan for what was profiled from the next step on, if there is one."""
         self._demand.stop()
-        if not profiler.operators:
-            return  # nothing was done in this step: the next one is profiled
         trace = profiler.trace(type(self.model).__name__)
-        self._here_bytes = profiler.here_bytes
-        self._follow(trace if self._moves_gradients else _unmoved(trace, "gradient"))
-        self._watched += 1
+        here_bytes, self._here_bytes = self._here_bytes, profiler.here_bytes
+        if self._follow(trace if self._moves_gradients else unmoved(trace, "gradient"), anew=True):
+            return True
+        self._here_bytes = here_bytes
+        return False
+
+    @contextmanager
+    def _perhaps_profiled(self) -> Iterator[None]:
+        """What the program does in a step. If that is larger than all that was planned for, it is profiled from its
+        first forward pass on, and the next steps have a plan for it."""
+        planned_bytes, self._passes = self._input_bytes, 0
+        try:
+            with ExitStack() as self._late:
+                yield
+            if self._profiler is not None and self._profiler.operators and not self._plan_for(self._profiler):
+                self._hopeless_bytes = min(self._hopeless_bytes, self._input_bytes)
+                self._input_bytes = planned_bytes
+        except BaseException:
+            self._input_bytes = planned_bytes
+            raise
+        finally:
+            self._profiler = None
+            if self._runner is not None:
+                self._points.attach()
+
+    def _profile_from_here(self) -> None:
+        """The first forward pass of a step has begun, and it is a larger one."""
+        if self._runner is not None:
+            self._runner.leave()
+            self._points.detach()
+        else:
+            self._begin_step()
+        self._tickets.moving = None
+        self._guard.put()
+        dropped = [parameter for parameter in self._parameters.values() if parameter.grad is None]
+        profiler = Profiler(
+            self.model, self.optimizer, chunk_bytes=self._chunk_bytes, company=self._demand, dropped=dropped
+        )
+        self._profiler = self._late.enter_context(profiler)
+        self._guard.between = profiler.between
+        profiler.begin_forward(self.model)
+
+    def _is_first_pass(self) -> bool:
+        """Whether nothing was done in this step before the forward pass that begins, and it can be profiled from
+        here."""
+        ours = (self._tickets.pack, self._tickets.unpack) if self._runner is not None else None
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) != ours or self._passes != 1:
+            return False
+        return self._runner is None or not (self._runner.has_begun or self._runner.facts.lost)
 
     @contextmanager
     def _following(self, runner: Runner) -> Iterator[None]:
         self._begin_step()
         self._guard.put()
         self._tickets.moving = self._moving
+        self._guard.between = self._points.between
         runner.begin_step()
-        with torch.autograd.graph.saved_tensors_hooks(self._tickets.pack, self._tickets.unpack):
-            self._points.begin_step()
-            yield
-            self._points.end_step()
+        self._books.make_room, self._books.relieve = runner.make_room, runner.relieve
+        if self._device.type in accelerators:
+            self._rescue.put()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._tickets.pack, self._tickets.unpack):
+                self._points.begin_step()
+                with self._perhaps_profiled():
+                    yield
+                if not runner.is_left:
+                    self._points.end_step()
+        except torch.OutOfMemoryError as error:
+            self._rescue.failed(error, updating=runner.is_updating)
+            raise
+        finally:
+            self._rescue.take_off()
         runner.end_step()
 
     def _begin_step(self) -> None:
@@ -353,24 +472,29 @@ class Offload:
         self._demand.stop()
         facts = runner.facts
         facts.step_s = step_s
+        self._add(facts)
+        facts.written_bytes = sum(tier.bytes_written for tier in self._books.tiers) - self._moved[0]
+        facts.read_bytes = sum(tier.bytes_read for tier in self._books.tiers) - self._moved[1]
+        self._moved = (self._moved[0] + facts.written_bytes, self._moved[1] + facts.read_bytes)
+        self.steps.append(facts)
+        self._unlike = self._unlike + 1 if facts.lost and runner is self._runner else 0
+        if self._unlike >= PATIENCE:
+            self._let_go()
+            self.choice, self._unlike, self._watched, self._input_bytes = None, 0, PLAIN_STEPS, 0
+            self._hopeless_bytes = math.inf
+        elif not facts.lost:
+            self._followed += 1
+            if self._followed >= self._review:
+                self._look_again()
+
+    def _add(self, facts: StepFacts) -> None:
+        """What the part of a step came to that went without the plan."""
         if facts.lost:
             more = self._demand.facts
             facts.memory_s += more.memory_s
             facts.unplanned += more.unplanned
             facts.over_bytes = max(facts.over_bytes, more.over_bytes)
             facts.most_bytes = max(facts.most_bytes, more.most_bytes)
-        facts.written_bytes = sum(tier.bytes_written for tier in self._books.tiers) - self._moved[0]
-        facts.read_bytes = sum(tier.bytes_read for tier in self._books.tiers) - self._moved[1]
-        self._moved = (self._moved[0] + facts.written_bytes, self._moved[1] + facts.read_bytes)
-        self.steps.append(facts)
-        self._unlike = self._unlike + 1 if facts.lost else 0
-        if self._unlike >= PATIENCE:
-            self._let_go()
-            self.choice, self._unlike, self._watched, self._input_bytes = None, 0, PLAIN_STEPS, 0
-        elif not facts.lost:
-            self._followed += 1
-            if self._followed >= self._review:
-                self._look_again()
 
     def _let_go(self) -> None:
         """No plan is followed any more, and nothing of ours is on the way of a step that has everything."""
@@ -477,10 +601,14 @@ class Offload:
 
     def _compare(self, input_bytes: int) -> None:
         """A batch that is larger than that of the profiled step is seen here before it takes more memory."""
-        if self.choice is None:
+        self._passes += 1
+        if self.choice is None or self._profiler is not None:
             self._input_bytes = max(self._input_bytes, input_bytes)
         elif input_bytes > self._input_bytes:
-            if self._runner is not None:
+            if input_bytes < self._hopeless_bytes and self._is_first_pass():
+                self._profile_from_here()
+                self._input_bytes = input_bytes
+            elif self._runner is not None:
                 self._runner.is_larger = True
             else:  # it all fitted, and this may not: the rest of this step is within the budget, the next is watched
                 self._guard.put()
@@ -532,7 +660,7 @@ class Offload:
         if known is not None and not known.is_of(tensor):
             self._leave_behind(self._globals.pop(name))
             known = None
-        if known is not None or tensor is None or tensor.layout is not torch.strided:
+        if known is not None or tensor is None or tensor.layout is not torch.strided or tensor.device != self._device:
             return known
         storage = tensor.untyped_storage()
         same = self._books.lasting.get(storage._cdata)
@@ -600,9 +728,10 @@ class Offload:
             host_bytes=host.room_bytes if host else 0,
         )
 
-    def _follow(self, trace: Trace) -> None:
-        """Plan for a trace, and follow the plan from the next step on."""
-        improve = self._runner is not None  # a first plan is followed for TIMED_STEPS only: that is not worth the time
+    def _follow(self, trace: Trace, *, anew: bool = False) -> bool:
+        """Plan for a trace, and follow the plan from the next step on; False if there is none. `anew`: its times are a
+        profiler's."""
+        improve = not anew  # such a plan is followed for TIMED_STEPS only: that is not worth the time
         try:
             choice, _ = choose(trace, self.hardware, size_bytes_min=self._size_bytes_min, improve=improve)
         except Invalid as refused:
@@ -612,7 +741,7 @@ class Offload:
             if self._runner is None:
                 self._refused = refused.message
                 self._watched = PLAIN_STEPS - REVIEW_STEPS  # so many steps without a plan; then one is profiled again
-            return  # with the plan that there is, if there is one
+            return False  # with the plan that there is, if there is one
         self.trace, self.choice, self._refused = trace, choice, ""
         self._since, self._followed = len(self.steps), 0
         self._moved = (
@@ -623,14 +752,16 @@ class Offload:
             self._come_back()
             self._let_go()
             self._guard.take_off()
-            return
-        self._review = TIMED_STEPS if self._runner is None else max(2 * self._review, REVIEW_STEPS)
+            return True
+        self._review = TIMED_STEPS if anew else max(2 * self._review, REVIEW_STEPS)
         self._timer = SegmentTimer()
         kinds = zip(trace.tensors, trace.kinds.tolist(), trace.sizes_bytes.tolist(), strict=True)
         least = self.choice.plan.size_bytes_min
         self._moving = {name: size for name, kind, size in kinds if KINDS[kind] == "activation" and size >= least}
         self._points.attach()
+        self._hear_forward()
         self._guard.put()
+        self._rescue.renew()
         tiers: dict[int, Storage] = {Tier.DISK: self._disks[0]} if self._disks else {}
         tiers |= {Tier.HOST: self._hosts[0]} if self._hosts else {}
         self._runner = Runner(
@@ -641,6 +772,7 @@ class Offload:
             tiers,
             self.budget_bytes,
         )
+        return True
 
     def _look_again(self) -> None:
         """Whether the plan is still good; if not, another one."""
@@ -656,57 +788,3 @@ class Offload:
             with suppress(Busy):  # no room to try: the bandwidth stays what it was believed to be
                 self.hardware = self._measured()
         self._follow(self.trace if self._device.type in accelerators else scaled(self.trace, self._timer.seconds()))
-
-
-def _unmoved(trace: Trace, kind: str) -> Trace:
-    """The trace with all of a kind left where it is."""
-    kinds = trace.kinds.copy()
-    kinds[kinds == KINDS.index(kind)] = KINDS.index("temporary")
-    return dataclasses.replace(trace, kinds=kinds)
-
-
-def is_sharded(parameter: Any) -> bool:
-    """Whether a rank has a part of it only: a DTensor (FSDP2, tensor parallel), or flat as FSDP made it."""
-    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(parameter).__mro__}
-    return hasattr(parameter, "_is_flat_param") or any(kind.endswith(".DTensor") for kind in kinds)
-
-
-def _check_numbers(budget_bytes: Any, chunk_bytes: Any, size_bytes_min: Any) -> None:
-    for what, value, least in (
-        ("the budget", budget_bytes, 1),
-        ("chunk_bytes", chunk_bytes, 1),
-        ("size_bytes_min", size_bytes_min, 0),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise Invalid(f"{what} of {value!r}: give whole bytes, at least {least}, or for the budget as in '24GiB'")
-
-
-def _check_model(model: Any, *, experimental: bool) -> None:
-    if is_compiled(model):
-        raise NotSupported(
-            "a model that is compiled as a whole gets all its saved tensors back at once, so nothing would be gained: "
-            "compile its blocks one by one instead"
-        )
-    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
-    if scripted:
-        raise NotSupported(
-            f"what torch.jit.script made takes no hooks ({scripted[0] or 'the model'}): give the model as it was before"
-        )
-    sharded = [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
-    if sharded:
-        raise NotSupported(
-            f"{sharded[0]} is sharded over ranks (FSDP, tensor parallel), whose shards come and go by themselves: use "
-            "one process with the whole model, DistributedDataParallel, or FSDP's own CPUOffloadPolicy"
-        )
-    devices = {parameter.device for parameter in model.parameters()}
-    told = ", ".join(sorted(map(str, devices))) or "no device: it has no parameters"
-    if len(devices) != 1 or not {device.type for device in devices} <= {"cpu", *accelerators}:
-        raise NotSupported(
-            f"tensors are moved from one device's memory, cpu or {', '.join(accelerators)}; the model is on {told}: "
-            "use one process and one Offload for each device"
-        )
-    if devices != {torch.device("cpu")} and not experimental:
-        raise NotSupported(
-            f"the model is on {told}, and on accelerators this has not run yet: pass experimental=True, after "
-            "`python -m bench.rows.offload_gpu --first-day` in a checkout, which looks at one thing after the other"
-        )

@@ -32,6 +32,8 @@ from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from forebay.offload.movables import Books, Lasting
+from forebay.offload.tracing.between import Between
+from forebay.offload.tracing.dispatch import in_backward
 from forebay.offload.tracing.storages import storage_of, tensors
 
 # What looks at a tensor and not at its bytes. `__get__` and `__set__` are every attribute: `.grad`, which `zero_grad`
@@ -41,6 +43,7 @@ _WITHOUT_BYTES = frozenset(
     | {"size", "dim", "numel", "nelement", "stride", "element_size", "storage_offset"}
     | {"is_contiguous", "is_floating_point", "is_complex"}
 )
+_GRADIENT = torch.Tensor.grad
 _DATA = torch.Tensor.data  # of which `__get__` gives an alias that counts its writes apart
 _VIEWS = frozenset(
     {torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH, torch.Tensor.real, torch.Tensor.imag}
@@ -70,6 +73,7 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed b
 
     def __init__(self, books: Books) -> None:
         super().__init__()
+        self.between: Between | None = None  # of the step under way
         self._books = books
         self._is_on = False
 
@@ -99,6 +103,19 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed b
             if movable is not None:
                 self._bring(movable, storage)
 
+    def _look_together(self, values: list[Any]) -> None:
+        """Bring the storages of all tensors among these; none leaves for another of them."""
+        absent = self._books.absent
+        found = (_storage(tensor) for tensor in tensors(values))
+        if not any(storage is not None and storage._cdata in absent for storage in found):
+            return
+        self._each(values, self._books.together.append)
+        try:
+            for tensor in tensors(values):
+                self.look(tensor)
+        finally:
+            self._books.together.clear()
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _bring(self, movable: Lasting, storage: Any) -> None:
         with self._books:
@@ -110,15 +127,25 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed b
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling() or self._books.own_work:  # what is compiled shall not depend on books
             return func(*args, **(kwargs or {}))
+        between = self.between
+        if between is None or not between.is_on or in_backward():
+            return self._call(func, args, kwargs or {})
+        if func.__name__ in _WITHOUT_BYTES:
+            if func.__name__ == "__set__" and func.__self__ is _GRADIENT and args[1] is None:
+                between.drop()
+            return self._call(func, args, kwargs or {})
+        return between.run(func, args, kwargs or {}, self._call)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function, with all of its tensors here."""
         name = func.__name__
         attribute = getattr(func, "__self__", None) if name == "__get__" else None
         if self._books.absent and (name not in _WITHOUT_BYTES or attribute in _VIEWS):
-            for tensor in tensors((*args, *(kwargs or {}).values())):
-                self.look(tensor)
+            self._look_together([*args, *kwargs.values()])
         if self._books.lasting:
             if writes := _writes(name):
                 self._each(args[:writes], _written)
-            if kwargs and "out" in kwargs:
+            if "out" in kwargs:
                 self._each((kwargs["out"],), _written)
             if attribute is _DATA:
                 self._each(args[:1], _written)
@@ -126,7 +153,7 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed b
                 self._each(args[:1], _held)
             elif name in _HANDED_OUT:
                 self._each(args[:1], self._hand_out)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _hand_out(self, movable: Lasting) -> None:
         movable.ensure()  # also from a store under way: who has a storage may free its memory
@@ -170,5 +197,14 @@ def _taken_off() -> list[Any]:
     return modes
 
 
-for _function in (Guard.__torch_function__, Guard.look, Guard._each, _storage, tensors):
+for _function in (
+    Guard.__torch_function__,
+    Guard._call,
+    Guard._look_together,
+    Between.run,
+    Guard.look,
+    Guard._each,
+    _storage,
+    tensors,
+):
     skip_code(_function.__code__)  # what a compiled module does not compile itself calls them: torch would compile them

@@ -61,9 +61,11 @@ class Books:
         self.away_bytes = 0
         self.hollow_bytes = 0  # of storages that are there without their bytes
         self.make_room: Callable[[int], None] | None = None  # before so many bytes come unplanned
+        self.brought: Callable[[Movable], object] | None = None  # what came unplanned
         self.relieve: Callable[[], bool] | None = None  # where there was no memory all the same; False: nothing can go
         self.lasting: dict[int, Lasting] = {}  # by address of the storage: all
         self.absent: dict[int, Lasting | None] = {}  # by address of the storage: those whose bytes are not here
+        self.together: list[Movable] = []  # what the call of torch uses that wants something brought
         self.shown: set[Lasting] = set()  # in this step, their storages themselves were handed out
         self.own_work = 0  # how deep
         self._quiet: list[Any] = []  # while they live no dispatch mode sees operators of this thread
@@ -261,6 +263,8 @@ class Movable(ABC):
             self.come(0.0, urgent=True)
             self.wait()
             self._books.waited_s += perf_counter() - began_s
+            if self._books.brought is not None:
+                self._books.brought(self)
 
     def _keep(self) -> None:
         """It is wanted while it is being stored: it stays. What was not written yet never is."""

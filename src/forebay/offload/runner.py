@@ -8,7 +8,12 @@ memory, otherwise at a later point.
 
 A point with another name than expected means that the step differs from the profiled one (an evaluation in between, one
 more accumulation). So does a saved tensor that is larger than it was (`is_larger`): another batch. Then the runner is
-*lost* for the rest of the step: it moves nothing more, and `demand` takes over.
+*lost* for the rest of the step: it moves nothing more, and `demand` takes over. Points between the passes are no such
+sign (`tracing.between`): a program clips or logs in some steps only. Where there are fewer than expected, what was to
+move at them moves at the next point. At others nothing moves, and what is touched there is brought by the guard.
+
+What comes unplanned (`make_room`), and what an accelerator has no memory for (`relieve`), sends away what is needed
+last, but nothing of the stretch under way and nothing of the call that wants it.
 
 A tier that fails to store is not used for the rest of the step: its tensors go to another tier, or stay. If the step
 then does not fit, it fails, but never once the optimizer has begun to update: half a step would be worse than memory
@@ -28,6 +33,7 @@ from forebay.core.errors import ForebayError, Unavailable
 from forebay.offload.movables import Books, Movable, Residency
 from forebay.offload.planning.itinerary import Itinerary, Stop
 from forebay.offload.tiers.tiers import Storage
+from forebay.offload.tracing.between import BETWEEN
 from forebay.offload.tracing.points import CHUNK
 
 Find = Callable[[str], Movable | None]  # by name; None for what is not there in this step
@@ -68,9 +74,14 @@ class Runner:
         self._going: list[Movable] = []  # asked to leave, in order
         self._coming: list[Movable] = []  # asked to come
         self._later: list[tuple[str, float]] = []  # planned fetches without memory
-        self._updating = False
-        self.is_larger = False
+        self.is_updating = False
+        self.is_larger = self.is_left = False
         self.facts = StepFacts()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a point after the first was reached in this step."""
+        return self._at > 1
 
     @property
     def operator(self) -> int:
@@ -82,10 +93,15 @@ class Runner:
         """The first point is next."""
         self._at = 0
         self._lap += 1
-        self._updating = self.is_larger = False
+        self.is_updating = self.is_larger = self.is_left = False
         self._books.failed.clear()  # whoever failed in the last step may try again
         self.facts = StepFacts()
         self._waited_s = self._books.waited_s
+
+    def leave(self) -> None:
+        """The rest of this step is somebody else's."""
+        self.facts.lost = self.is_left = True
+        self._later.clear()
 
     def end_step(self) -> None:
         """No more points come."""
@@ -97,20 +113,21 @@ class Runner:
         """A point is reached."""
         if self.facts.lost:
             return
+        if name.startswith(BETWEEN):
+            if self._at >= len(self._itinerary.stops) or self._itinerary.stops[self._at].name != name:
+                return
+        else:
+            self._pass_by()
         stops = self._itinerary.stops
         if self.is_larger or self._at >= len(stops) or stops[self._at].name != name:
             self._lose()
             return
         stop = stops[self._at]
         self._at += 1
-        self._updating = self._updating or name.startswith(CHUNK)  # from here on a step is finished, whatever it takes
-        for written in stop.written:
-            if (movable := self._find(written)) is not None:
-                movable.written()
-        self._settle()
-        due = self._lap * self._itinerary.operators + stop.operator
-        for leaving in stop.leaving:
-            self._send(self._find(leaving.name), self._tiers[leaving.tier], due + leaving.in_operators)
+        self.is_updating = self.is_updating or name.startswith(
+            CHUNK
+        )  # from here on a step is finished, whatever it takes
+        due = self._begin(stop)
         used = [found for name in stop.used if (found := self._find(name)) is not None]
         self._fit(stop, used, due)
         self._bring(used, due, math.inf)
@@ -118,7 +135,63 @@ class Runner:
             movable.ensure()
         self._fetch(stop, due)
 
+    def make_room(self, size_bytes: int) -> None:
+        """So much comes that no plan foresaw. If not enough can leave, the budget is exceeded."""
+        stop = self._under_way()
+        if stop is None:
+            return
+        began_s = perf_counter()
+        wanted = self._wanted(stop)
+        while self._living(stop, []) + size_bytes > self._budget and (
+            self._wait_one(wanted) or self._evict(stop, wanted)
+        ):
+            pass
+        living = self._living(stop, []) + size_bytes
+        self.facts.memory_s += perf_counter() - began_s
+        self.facts.over_bytes = max(self.facts.over_bytes, living - self._budget)
+        self.facts.most_bytes = max(self.facts.most_bytes, living)
+
+    def relieve(self) -> bool:
+        """There was no memory, whatever the plan says; False if nothing is left that could go."""
+        stop = self._under_way()
+        if stop is None:
+            return False
+        wanted = self._wanted(stop)
+        return self._wait_one(wanted) or self._evict(stop, wanted)
+
     # --- the parts of a point ----------------------------------------------------------------------------------------
+    def _under_way(self) -> Stop | None:
+        """The stretch that the step is in; None where that is not known."""
+        if self.facts.lost:
+            return None
+        passed = self._itinerary.stops[: self._at]
+        return next((stop for stop in reversed(passed) if stop.need_bytes), None)
+
+    def _wanted(self, stop: Stop) -> set[int]:
+        """What may not leave now."""
+        names = (*stop.used, *stop.dying)
+        return {id(self._find(name)) for name in names} | {id(movable) for movable in self._books.together}
+
+    def _pass_by(self) -> None:
+        """Points between the passes that did not come: what moves at them moves now."""
+        stops = self._itinerary.stops
+        while self._at < len(stops) and stops[self._at].name.startswith(BETWEEN):
+            stop = stops[self._at]
+            self._at += 1
+            due = self._begin(stop)
+            self._later.extend((coming.name, due + coming.in_operators) for coming in stop.coming)
+
+    def _begin(self, stop: Stop) -> int:
+        """What is over, and what leaves; when the stretch is due."""
+        for written in stop.written:
+            if (movable := self._find(written)) is not None:
+                movable.written()
+        self._settle()
+        due = self._lap * self._itinerary.operators + stop.operator
+        for leaving in stop.leaving:
+            self._send(self._find(leaving.name), self._tiers[leaving.tier], due + leaving.in_operators)
+        return due
+
     def _settle(self) -> None:
         for movable in (*self._going, *self._coming):
             movable.settle()
@@ -201,7 +274,7 @@ class Runner:
                 movable.wait()
                 self._settle()
                 return True
-        if here and self._books.failed and not self._updating:
+        if here and self._books.failed and not self.is_updating:
             raise self._cannot(self._books.failures[-1])
         return False
 

@@ -22,7 +22,7 @@ class PeakMemory(TorchDispatchMode):
 
     def _look(self, tensors: Iterable[Any]) -> None:
         for tensor in tensors:
-            if hasattr(tensor, "untyped_storage"):
+            if hasattr(tensor, "untyped_storage") and not tensor.is_meta:
                 with torch._C.DisableTorchFunction():  # who is on the way would take it that somebody wants the bytes
                     storage = tensor.untyped_storage()
                 self._live[id(storage)] = weakref.ref(storage)

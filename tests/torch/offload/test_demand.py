@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from forebay.offload import DiskTier, HostTier, Offload
+from forebay.offload.tracing.between import BETWEEN
 from forebay.offload.tracing.profile import Profiler
 from tests.torch.offload.memory import PeakMemory
 from tests.torch.offload.stand_in import stand_in
@@ -71,7 +72,10 @@ def test_a_trace_is_the_same_whether_tensors_moved_meanwhile_or_not(disk: DiskTi
             in_a_step(off, lambda: take(model, optimizer, step))  # noqa: B023
         assert off.trace is not None
         assert off.trace.operators == expected.operators
-        assert off.trace.point_names == expected.point_names
+        names = [
+            name for name in off.trace.point_names if not name.startswith(BETWEEN)
+        ]  # it takes a guard to see those
+        assert names == list(expected.point_names)
         held = [name for name in off.trace.tensors if name.endswith(", held")]
         assert len(held) == 2, "the batch and its labels, which the caller has until the step ends"
         names = [name.removesuffix(", held") for name in off.trace.tensors]
@@ -96,7 +100,7 @@ def trained(disk: DiskTier) -> Any:
 
 def test_a_larger_batch_goes_without_the_plan_and_within_the_budget(trained: Any) -> None:
     off, model, optimizer = trained
-    for step, rows in enumerate((2 * ROWS, ROWS, 3 * ROWS // 2, ROWS)):
+    for step, rows in enumerate((2 * ROWS, ROWS, 9 * ROWS // 4, ROWS)):
         expected = take(model, optimizer, step, rows)
         found = []
         peak = peak_of(
@@ -130,8 +134,7 @@ def test_where_all_fitted_a_larger_batch_is_noticed_and_kept_within_the_budget(d
                 lambda: in_a_step(off, lambda: found.append(take(model, optimizer, step, 4 * ROWS))),  # noqa: B023
             )
             assert found == [expected]
-            if step:  # in the first only what lasts can leave
-                assert peak <= off.budget_bytes
+            assert peak <= off.budget_bytes
         assert off.choice.plan.moves
     assert same(model, model_alone)
 

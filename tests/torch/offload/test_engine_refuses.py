@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 
 from forebay.core.errors import Invalid, NotSupported
 from forebay.offload import DiskTier, Offload
-from forebay.offload.tiers.device_memory import accelerators
 from tests.torch.offload.programs import budget_of, left, plain, run, times_of_a_table, told
 from tests.torch.offload.test_engine import SMALL, WATCHED, disk, made, off
 
@@ -67,11 +66,10 @@ def test_a_model_of_which_a_rank_has_a_part_is_refused(disk: DiskTier, tmp_path:
 def test_accelerators_are_experimental_and_graphs_of_theirs_refused(
     off: Offload, disk: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(accelerators, "meta", accelerators["cuda"])
     model = torch.nn.Linear(4, 4, device="meta")
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(NotSupported, match=r"has not run yet: pass experimental=True, after .*--first-day"):
-        Offload(model, optimizer, budget="1GiB", tiers=[disk])
+        Offload(model, optimizer, budget="1GiB", tiers=[disk], device="cuda")
     monkeypatch.setattr(off, "_device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(NotSupported, match="CUDA graph"), off.step():

@@ -6,8 +6,8 @@ memory for the most that lives at any of them (`need_bytes`). What is away lower
 before there is memory for all of it, as soon as they fit beside what lives when the stretch begins (`begin_bytes`).
 
 Movable is what is no `temporary` and has at least `size_bytes_min`. All else is always here. A tensor that is born in a
-stretch, or dies in it, *counts* as here though nothing there uses it: nobody can send it away before its birth, and the
-most may come after its death.
+stretch, or dies in it before its last operator, *counts* as here though nothing there uses it: nobody can send it away
+before its birth, and the most may come after its death.
 
 `required_bytes` is what a stretch needs if all is away that may be. No plan can do with less.
 
@@ -44,7 +44,10 @@ class Stretches:
         users = trace.users()
         self.used = self._lists(users, self.of(trace.use_operators))
         lasts = trace.use_operators[trace.use_ends - 1]
-        unused = ~trace.persistent & (self.of(lasts) < self.of(trace.deaths))
+        dies: Ints = self.of(trace.deaths)
+        unused = (
+            ~trace.persistent & (self.of(lasts) < dies) & (trace.deaths < np.append(self.points[1:], count)[dies] - 1)
+        )
         dying, passing = np.flatnonzero(unused & self.movable), np.flatnonzero(~trace.persistent & self.movable)
         self.counted = self._lists(
             np.concatenate([users, dying, passing]),

@@ -16,7 +16,7 @@ at most OPERATORS_MAX operators and TENSORS_MAX tensors.
 from __future__ import annotations
 
 import gzip
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -274,3 +274,10 @@ def _check_columns(trace: Trace) -> None:
 def _refuse(trace: Trace, tensors: Ints, why: str) -> None:
     if tensors.size:
         raise Invalid(f"tensor {trace.tensors[int(tensors[0])]!r} {why}: profile again, or mend the file")
+
+
+def unmoved(trace: Trace, kind: Kind) -> Trace:
+    """The trace with all of a kind left where it is."""
+    kinds = trace.kinds.copy()
+    kinds[kinds == KINDS.index(kind)] = KINDS.index("temporary")
+    return replace(trace, kinds=kinds)

@@ -48,6 +48,16 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[misc]  # torch is not fol
         for mode in reversed(above):
             _python_dispatch._push_mode(mode)
 
+    def sink(self) -> None:
+        """Entered by `with`, it goes below all others: those that are on now may end first."""
+        self.take_off()
+        self.put()
+
+    def rise(self) -> None:
+        """To the top again, where `with` ends."""
+        self.take_off()
+        _python_dispatch._push_mode(self)
+
     def take_off(self) -> None:
         """On the way no more."""
         for mode in reversed([mode for mode in _taken_off() if mode is not self]):

@@ -1,7 +1,8 @@
 """The points of a step at which an engine can act: hooks on modules, gradients and the optimizer.
 
 Theory. Eager torch calls back at the forward pass of a module, at the graph node that made its output, when a gradient
-is complete, and before each chunk of the optimizer's step (`chunks`). Each such place has a name. A name that comes
+is complete, and before each chunk of the optimizer's step (`chunks`). Between the backward pass and that step there are
+points where calls from Python use many gradients (`between`). Each such place has a name. A name that comes
 again in the same step (a module used twice, or activation checkpointing) gets a number: `forward of x #2`. The same
 model, optimizer and settings give the same names in the same order as long as the step does the same. So a plan made
 from one step's names can be followed in the next.
@@ -24,10 +25,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from forebay.offload.tracing.chunks import CHUNK_BYTES, ChunkedStep, default_chunks
+from forebay.offload.tracing.between import BETWEEN, Between
+from forebay.offload.tracing.chunks import AFTER, CHUNK_BYTES, ChunkedStep, default_chunks
 from forebay.offload.tracing.compiled import Around, Hook, inside_compiled, is_compiled
 
 BEGINS, ENDS = "step begins", "step ends"
+BACKWARD = "backward of "  # and the module's name
 GRADIENT = "gradient of "  # and the parameter's name
 CHUNK = "optimizer chunk "  # and its number
 
@@ -73,9 +76,11 @@ class Points:
         self._wanted = points_of or default_points(model)
         self.chunks = default_chunks(model, optimizer, chunk_bytes)  # what "optimizer chunk <i>" is about to step
         self._step = ChunkedStep(optimizer, self.chunks, self._reach)
+        self.between = Between(lambda: self._reach(BETWEEN), chunk_bytes)  # for who sees calls of torch
         self._counts: dict[str, int] = {}
         self._handles: list[Any] = []
         self._attached = False
+        self._forwards: dict[int, str] = {}  # names of points, by the `id` of a module
 
     def attach(self) -> None:
         """Register all hooks, or none."""
@@ -102,11 +107,17 @@ class Points:
             handle.remove()
         self._handles.clear()
         self._step.detach()
+        self.between.end()
 
     def begin_step(self) -> None:
         """A step begins here: names count from one again."""
         self._counts.clear()
         self._reach(BEGINS)
+
+    def begin_forward(self, module: Any) -> None:
+        """The forward pass of a module began before its hook was there."""
+        if (name := self._forwards.get(id(module))) is not None:
+            self._reach(name)
 
     def end_step(self) -> None:
         """And ends here."""
@@ -115,10 +126,16 @@ class Points:
     def _reach(self, name: str) -> None:
         count = self._counts.get(name, 0) + 1
         self._counts[name] = count
+        if name.startswith((GRADIENT, BACKWARD, BETWEEN, AFTER)):
+            self.between.begin()
+        else:
+            self.between.end()
         self._at(name if count == 1 else f"{name} #{count}")
 
     def _hook_module(self, name: str, module: Any) -> None:
-        forward, after, backward = f"forward of {name}", f"after forward of {name}", f"backward of {name}"
+        forward, after, backward = f"forward of {name}", f"after forward of {name}", BACKWARD + name
+
+        self._forwards[id(module)] = forward
 
         def before_forward(module: Any, args: Any) -> None:
             self._reach(forward)

@@ -28,7 +28,7 @@ lives longer because it is watched.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
 
@@ -37,6 +37,7 @@ import torch
 
 from forebay.core.errors import Invalid
 from forebay.offload.planning.trace import Ints, TensorSaid, Trace, build
+from forebay.offload.tracing.between import Between
 from forebay.offload.tracing.chunks import CHUNK_BYTES
 from forebay.offload.tracing.compiled import show_regions
 from forebay.offload.tracing.dispatch import OperatorMode, with_memory
@@ -92,6 +93,9 @@ class Profiler:
     While it runs the optimizer steps in chunks, as it will when tensors are moved. `seconds_of(operator, args, kwargs,
     output)` gives times instead of a clock. `company` is for who moves tensors in the same step. `Invalid` for
     optimizers that cannot step in chunks.
+
+    With `dropped` it may be entered when the model's first forward pass has begun (`begin_forward`), if no operator ran
+    before in the step: the parameters that have no gradient by then, or no more.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class Profiler:
         chunk_bytes: int = CHUNK_BYTES,
         seconds_of: SecondsOf | None = None,
         company: Company | None = None,
+        dropped: Iterable[Any] | None = None,
     ) -> None:
         show_regions()
         self._model, self._optimizer = model, optimizer
@@ -122,7 +127,10 @@ class Profiler:
         self._reached: list[tuple[str, int]] = []
         self.here_bytes: dict[str, int] = {}  # by point: what lived when it was reached, wherever its bytes are
         self._workspaces: list[int] = []
-        self._gradients: dict[int, list[Seen]] = {}  # of each parameter, in the order they came
+        self._gradients: dict[int, list[Seen]] = {  # of each parameter, in the order they came
+            id(parameter): [Seen(0, 0, existed=True)] for parameter in dropped or ()
+        }
+        self._is_late = dropped is not None
         self._successors: set[Seen] = set()  # gradients that came after one of an earlier step
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._company.unpack)
         self._mode = OperatorMode(self._dispatch)
@@ -137,10 +145,14 @@ class Profiler:
         self._company.begin(self._storages)
         self._hooks.__enter__()
         self._mode.__enter__()
+        if self._is_late:
+            self._mode.sink()
         self._points.begin_step()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if self._is_late:
+            self._mode.rise()
         self._mode.__exit__(kind, error, trace)
         self._hooks.__exit__(kind, error, trace)
         self._points.end_step()
@@ -154,6 +166,15 @@ class Profiler:
         self._storages.close()
         if kind is None:
             self._rows = self._operator_rows(), self._tensor_rows()
+
+    def begin_forward(self, module: Any) -> None:
+        """The forward pass of a module is under way."""
+        self._points.begin_forward(module)
+
+    @property
+    def between(self) -> Between:
+        """Of this step, for who sees calls of torch."""
+        return self._points.between
 
     @property
     def operators(self) -> int:
