@@ -21,8 +21,9 @@ from bench import report
 from bench.load import LoadFailed
 from bench.parts import Lab
 from bench.report import Result
+from bench.row import Row
 from bench.servers import MissingProgram, ServerFailed
-from bench.workloads import BY_NAME, GROUPS, ROWS, Row
+from bench.workloads import BY_NAME, GROUPS, ROWS
 from forebay.core.errors import ForebayError
 
 OUT = "bench-out"

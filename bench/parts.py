@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Self
 
 from bench import load
+from bench.row import Link, Objects
 from bench.servers import Nginx, SeaweedFS, Server
 from bench.shaper import Shaper
-from bench.workloads import Link, Objects
 from forebay.client.sync import Client, connect
 from forebay.core.errors import ForebayError
 from forebay.core.messages.calls import JobVerb

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from bench.row import Row
 from bench.stats import Measure
-from bench.workloads import Row
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.workloads import Goal
+from bench.row import Goal
 
 
 @dataclass(frozen=True)

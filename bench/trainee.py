@@ -1,5 +1,5 @@
 """Epochs of `forebay.torch`, in a process of its own: `python -m bench.trainee`, the work as JSON on stdin; or
-only the first batch of an epoch: `python -m bench.trainee first`.
+only the first batch of an epoch: `python -m bench.trainee first`, or `first-of-shards`.
 
 The counterpart of `peers.py`: the same work, the same lines of JSON, the same checks.
 """
@@ -46,8 +46,24 @@ def first_batch(work: dict[str, Any]) -> None:
     print(json.dumps({"first_batch_s": taken_s}), flush=True)
 
 
+def first_of_shards(work: dict[str, Any]) -> None:
+    began = time.perf_counter()
+    dataset = ShardDataset(work["place"], url=work["url"], decode={})
+    with DataLoader(dataset, work["batch"], seed=work["seed"], collate=list) as batches:
+        batch = next(iter(batches))
+        taken_s = time.perf_counter() - began
+    names = [sample["__key__"] for sample in batch]
+    print(
+        json.dumps({"first_batch_s": taken_s, "samples": len(set(names)), "in_order": names == sorted(names)}),
+        flush=True,
+    )
+
+
 def main() -> None:
     work = json.load(sys.stdin)
+    if sys.argv[1:] == ["first-of-shards"]:
+        first_of_shards(work)
+        return
     if sys.argv[1:] == ["first"]:
         first_batch(work)
         return

@@ -41,10 +41,10 @@ from bench import load, stall_job
 from bench.parts import BUCKET, Lab, Node
 from bench.peer_process import PeerProcess
 from bench.report import Result, quantity
+from bench.row import MIB, Row
 from bench.rows.loader import peer_env, peers_python
 from bench.servers import MissingProgram
 from bench.stats import Measure, compared, faster
-from bench.workloads import MIB, Row
 
 TENSORS = 20
 OWN_JOB = "dcp.async_save, process"  # needs no package that we do not have

@@ -28,10 +28,10 @@ from bench.cluster import wait_agreed
 from bench.parts import BUCKET, Lab, Node
 from bench.peer_process import PeerProcess
 from bench.report import Result
+from bench.row import Row
 from bench.rows.loader import peer_env, peers_python
 from bench.servers import EtcdCluster, MissingProgram
 from bench.stats import Measure, compared
-from bench.workloads import Row
 
 RANKS = 8
 RAW, OURS, CONNECTOR = "raw", "forebay", "s3torchconnector"

@@ -19,8 +19,8 @@ from pathlib import Path
 from bench import load
 from bench.parts import BUCKET, CLIENT_CORE, SERVER_CORE, CachingNginx, Lab, Node, Remote
 from bench.report import Result
+from bench.row import MIB, REPORTED, Objects, Row
 from bench.stats import Measure, bounded, compared
-from bench.workloads import MIB, REPORTED, Objects, Row
 
 FIRST_BYTE_FACTOR, FIRST_BYTE_EXTRA_S = 1.1, 0.002  # the goal of a cold first byte: at most 1.1 x theirs + 2 ms
 CONNECT_TIMEOUT_S = 30.0

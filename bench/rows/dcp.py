@@ -17,10 +17,10 @@ from bench import dcp_job
 from bench.parts import Lab
 from bench.peer_process import PeerProcess
 from bench.report import Result
+from bench.row import Row
 from bench.rows.loader import peer_env, peers_python
 from bench.servers import MissingProgram
 from bench.stats import Measure, compared
-from bench.workloads import Row
 
 BUCKET = "saved"
 OURS, FILES, CONNECTOR = "forebay", "torch", "s3torchconnector"

@@ -14,9 +14,9 @@ from typing import Any
 
 from bench.parts import Lab
 from bench.report import Result
+from bench.row import Row
 from bench.rows.loader import pictures
 from bench.stats import faster
-from bench.workloads import Row
 
 SIZE = 224
 Decode = Callable[[bytes], Any]

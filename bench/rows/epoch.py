@@ -15,8 +15,8 @@ import time
 from bench import load
 from bench.parts import BUCKET, Lab
 from bench.report import Result
+from bench.row import Objects, Row
 from bench.stats import bounded, faster
-from bench.workloads import Objects, Row
 
 AHEAD_MAX = 32  # samples fetched and not yet consumed
 

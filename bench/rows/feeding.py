@@ -25,8 +25,8 @@ from typing import Any
 from bench import load
 from bench.parts import BUCKET, CLIENT_CORE, SERVER_CORE, Lab, Node
 from bench.report import Result
+from bench.row import KIB, Objects, Row
 from bench.stats import bounded, compared
-from bench.workloads import KIB, Objects, Row
 from forebay.client.sync import Client
 from forebay.core.messages.batch import Item
 

@@ -27,8 +27,8 @@ from typing import Any
 from bench import load
 from bench.parts import BUCKET, Lab
 from bench.report import Result
+from bench.row import MB, Objects, Row
 from bench.stats import compared
-from bench.workloads import MB, Objects, Row
 
 BATCH = 4
 

@@ -27,9 +27,9 @@ from typing import Any
 from bench import load, peers
 from bench.parts import BUCKET, Lab
 from bench.report import Result
+from bench.row import MIB, REPORTED, Objects, Row
 from bench.servers import MissingProgram
 from bench.stats import compared
-from bench.workloads import MIB, REPORTED, Objects, Row
 
 SHARD_BYTES = 64 * MIB
 BATCH, SEED, EPOCHS = 64, 20261121, 2

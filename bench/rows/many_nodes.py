@@ -22,9 +22,9 @@ from bench.box import Box, Host
 from bench.cluster import Cluster, WeedCluster
 from bench.parts import BUCKET, Lab, Node, upload_file
 from bench.report import Result
+from bench.row import MIB, Row
 from bench.servers import Nginx, find_program
 from bench.stats import bounded, compared
-from bench.workloads import MIB, Row
 from forebay.core.placement import Members
 
 CLIENTS = 4

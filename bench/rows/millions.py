@@ -34,8 +34,8 @@ import msgspec
 from bench import load
 from bench.parts import BUCKET, Lab, Node
 from bench.report import Result
+from bench.row import KIB, MIB, REPORTED, Goal, Objects, Row
 from bench.stats import Measure, bounded, compared
-from bench.workloads import KIB, MIB, REPORTED, Goal, Objects, Row
 from forebay.core import limits
 from forebay.core.errors import ForebayError
 from forebay.core.record import State

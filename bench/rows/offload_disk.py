@@ -39,9 +39,9 @@ from typing import Any
 from bench import load
 from bench.parts import Lab
 from bench.report import Result, number, quantity
+from bench.row import MIB, Row
 from bench.servers import find_program
 from bench.stats import compared
-from bench.workloads import MIB, Row
 
 TOTAL_BYTES, QUICK_TOTAL_BYTES = 256 * MIB, 64 * MIB
 SMALL_BYTES = 4 * MIB  # of each of many tensors

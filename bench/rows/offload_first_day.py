@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.row import MIB
 from bench.rows.offload_gpu import (
     PLANNED_SHARE,
     QUICK,
@@ -29,7 +30,6 @@ from bench.rows.offload_gpu import (
     no_device,
     steady,
 )
-from bench.workloads import MIB
 
 ERROR_MAX = 0.10  # of a predicted step
 MOVED_BYTES = 1024 * MIB  # in the checks of memory and of copies

@@ -52,8 +52,9 @@ from typing import TYPE_CHECKING, Any
 
 from bench import report
 from bench.report import Result, number
+from bench.row import MIB, Row
 from bench.stats import Measure, bounded, compared
-from bench.workloads import BY_NAME, MIB, Row
+from bench.workloads import BY_NAME
 
 if TYPE_CHECKING:
     from bench.parts import Lab

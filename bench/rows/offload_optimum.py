@@ -23,8 +23,8 @@ from typing import Any
 from bench import load
 from bench.parts import Lab
 from bench.report import Result
+from bench.row import MIB, Row
 from bench.stats import bounded
-from bench.workloads import MIB, Row
 
 TRACES, QUICK_TRACES = 616, 24
 CASES = ((0.8, 1e9), (0.8, 4e9), (0.6, 1e9), (0.6, 4e9))  # of the need, bytes a second each way

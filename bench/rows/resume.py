@@ -39,9 +39,9 @@ from bench import resume_job
 from bench.load import LoadFailed
 from bench.parts import BUCKET, Lab
 from bench.report import Result
+from bench.row import Objects, Row
 from bench.rows.loader import peers_python
 from bench.stats import Measure
-from bench.workloads import Objects, Row
 
 SEED, BATCH, SHARDS = 20261121, 16, 8
 TIMEOUT_S = 90.0  # a run takes five seconds

@@ -8,8 +8,8 @@ from pathlib import Path
 from bench import load
 from bench.parts import BUCKET, Lab, Node, resident_bytes
 from bench.report import Result
+from bench.row import MIB, Row
 from bench.stats import bounded
-from bench.workloads import MIB, Row
 from forebay.core.types import ObjectInfo
 from forebay.node.store.reader import StoreReader
 from forebay.node.store.writer.writer import Store

@@ -14,8 +14,8 @@ from typing import Any
 from bench import load
 from bench.parts import BUCKET, Lab, Remote
 from bench.report import Result
+from bench.row import Objects, Row
 from bench.stats import compared
-from bench.workloads import Objects, Row
 
 BATCH = 64
 SHARES = {"an eighth": 8, "half": 2}  # of the data that the cache holds

@@ -35,9 +35,9 @@ from typing import Any
 from bench import load, peers
 from bench.parts import BUCKET, Lab
 from bench.report import Result
+from bench.row import REPORTED, Objects, Row
 from bench.rows import loader
 from bench.stats import compared
-from bench.workloads import REPORTED, Objects, Row
 
 BATCH = 64
 CONNECTIONS = 16

@@ -17,9 +17,9 @@ from bench import streamer_job
 from bench.parts import BUCKET, SERVER_CORE, Lab, pin
 from bench.peer_process import PeerProcess
 from bench.report import Result
+from bench.row import MIB, Row
 from bench.rows.loader import peer_env, peers_python
 from bench.stats import compared
-from bench.workloads import MIB, Row
 
 TENSOR_BYTES = 16 * MIB
 OURS = "forebay"

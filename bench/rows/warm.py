@@ -13,8 +13,8 @@ from pathlib import Path
 from bench import load, signing
 from bench.parts import BUCKET, CLIENT_CORE, KEY_ID, SECRET, SERVER_CORE, Lab, pin
 from bench.report import Result
+from bench.row import Row
 from bench.stats import compared
-from bench.workloads import Row
 
 RANGES = 1024
 SIGNED_PER_SECOND = 40_000  # more than one core can check, so that no signature is met twice in a round

@@ -25,10 +25,10 @@ from pathlib import Path
 from bench import load
 from bench.parts import BUCKET, CLIENT_CORE, SERVER_CORE, Lab, Node, pin
 from bench.report import Result
+from bench.row import MIB, Objects, Row
 from bench.servers import SeaweedFS, find_program
 from bench.sink import Sender, Sink
 from bench.stats import Measure, bounded, compared
-from bench.workloads import MIB, Objects, Row
 
 WRITE_BYTES = 1 << 20  # of one write of the loop that only writes and syncs
 SMALL_KEYS = 4096  # of 4 KiB each, written over and over

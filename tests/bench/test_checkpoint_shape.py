@@ -9,8 +9,9 @@ import pytest
 
 from bench import main
 from bench.parts import Lab
+from bench.row import Objects
 from bench.rows import checkpoint_shape
-from bench.workloads import BY_NAME, Objects
+from bench.workloads import BY_NAME
 
 pytestmark = pytest.mark.real
 

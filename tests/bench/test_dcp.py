@@ -9,7 +9,8 @@ import pytest
 
 from bench import main
 from bench.parts import Lab
-from bench.workloads import BY_NAME, Objects
+from bench.row import Objects
+from bench.workloads import BY_NAME
 
 pytestmark = pytest.mark.real
 

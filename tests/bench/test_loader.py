@@ -14,9 +14,9 @@ import pytest
 
 from bench import peers
 from bench.parts import Lab
+from bench.row import Objects
 from bench.rows import loader
 from bench.servers import MissingProgram
-from bench.workloads import Objects
 from forebay.core.types import FRESH_IMMUTABLE, Bucket
 
 FEW = Objects("few", 20_000, 50)

@@ -9,9 +9,10 @@ import pytest
 
 from bench import load
 from bench.parts import Lab
+from bench.row import MIB
 from bench.rows import offload_disk
 from bench.rows.offload_disk import Course, Engine, Kind
-from bench.workloads import BY_NAME, MIB
+from bench.workloads import BY_NAME
 from forebay.offload.tiers.disk_tier import DiskTier
 from forebay.offload.tiers.swapfile import SwapFile
 

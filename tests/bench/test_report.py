@@ -13,8 +13,9 @@ import pytest
 
 from bench import main, report
 from bench.report import Result
+from bench.row import REPORTED, Goal, Link, at_least, at_most
 from bench.stats import bounded, compared, faster
-from bench.workloads import BY_NAME, GROUPS, REPORTED, ROWS, Goal, Link, at_least, at_most
+from bench.workloads import BY_NAME, GROUPS, ROWS
 
 
 def test_the_median_of_the_rounds_is_judged_and_the_spread_is_kept():

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from bench.parts import Lab
+from bench.row import Objects
 from bench.rows import resume
 from bench.rows.resume import CASES, Case, Found, Left, Shape, account
-from bench.workloads import BY_NAME, Objects
+from bench.workloads import BY_NAME
 from forebay.core.types import FRESH_IMMUTABLE, Bucket
 from tests.node.conftest import until
 

@@ -10,8 +10,9 @@ import pytest
 
 from bench import load, main, parts
 from bench.parts import Lab
+from bench.row import Link, Objects
 from bench.rows import cold, epoch
-from bench.workloads import BY_NAME, Link, Objects
+from bench.workloads import BY_NAME
 
 pytestmark = pytest.mark.real
 OBJECTS = Objects("some", 200_000, 6)

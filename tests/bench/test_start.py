@@ -11,8 +11,8 @@ import pytest
 
 from bench import load, peers
 from bench.parts import BUCKET, Lab
+from bench.row import Objects
 from bench.rows import start
-from bench.workloads import Objects
 
 SOME = Objects("some", 100, 300)
 WORK = {"samples": 300, "batch": 4, "objects": "some/", "size_bytes": 100}
