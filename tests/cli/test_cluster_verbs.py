@@ -18,6 +18,7 @@ from tests.patience import until
 __all__ = ["node"]
 pytestmark = pytest.mark.real
 Make = Callable[..., NodeProcess]
+MIB = 1 << 20
 
 
 def test_what_is_dirty_or_cached_on_any_node_is_flushed_and_evicted_by_one_command(
@@ -67,6 +68,48 @@ def test_what_is_dirty_or_cached_on_any_node_is_flushed_and_evicted_by_one_comma
     assert f"at {nodes[2].endpoint}: " in result.stderr
     assert not any(one.json("GET", "status")["buckets"][0]["cached_bytes"] for one in nodes[:2])
     program("evict", "--here", "back/")
+
+
+def test_what_is_prefetched_or_pinned_is_fetched_once_by_all_nodes_together(
+    node: Make, etcd: servers.EtcdCluster, tmp_path: Path
+) -> None:
+    objects = {f"small-{number}": pattern(100_000, number) for number in range(12)}
+    objects["large"] = pattern(100 * MIB, 5)
+    (tmp_path / "corpus").mkdir()
+    for key, body in objects.items():
+        (tmp_path / "corpus" / key).write_bytes(body)
+    at = url(etcd.addresses, uuid.uuid4().hex)
+    nodes = [node(*flags(tmp_path, at)) for _ in range(3)]
+    until_all_are("active", *nodes)
+    for one in nodes:
+        one.add_bucket("corpus", f"file://{tmp_path / 'corpus'}")
+    program = Program(nodes[1].endpoint, tmp_path / "cli")
+    whole = sum(map(len, objects.values()))
+
+    def cached() -> list[int]:
+        return [one.json("GET", "status")["buckets"][0]["cached_bytes"] for one in nodes]
+
+    states = json.loads(program("prefetch", "corpus/", "--json").stdout)
+    assert [state["state"] for state in states] == ["done"] * 3
+    assert sum(state["bytes_total"] for state in states) == whole
+    assert sum(cached()) == whole
+    assert all(cached()), "each has its share"
+    assert sum(one.metric("forebay_backend_read_bytes_total") for one in nodes) == whole
+    assert nodes[0].get("corpus", "large") == objects["large"]
+    assert sum(one.metric("forebay_backend_read_bytes_total") for one in nodes) == whole, "the rest came from peers"
+
+    program("evict", "corpus/")
+    until(lambda: not any(cached()))
+    program("pin", "corpus/small-1*")
+    names = {key: len(body) for key, body in objects.items() if key.startswith("small-1")}
+    assert sum(cached()) == sum(names.values())
+    assert all(one.json("GET", "buckets/corpus")["pinned"] == ["small-1"] for one in nodes)
+    program("evict", "corpus/")
+    assert sum(cached()) == sum(names.values()), "what is pinned stays, at each node"
+    program("unpin", "corpus/small-1*")
+    assert not any("pinned" in one.json("GET", "buckets/corpus") for one in nodes)
+    program("prefetch", "--here", "corpus/small-2")
+    assert nodes[1].json("GET", "stat/corpus/small-2")["cached_bytes"] == len(objects["small-2"])
 
 
 def _ids(nodes: list[NodeProcess]) -> list[str]:

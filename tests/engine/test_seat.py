@@ -138,3 +138,45 @@ def test_a_few_bytes_more_weigh_nothing() -> None:
     assert weight_of(0) == weight_of(1) == 1.0
     for size in (3, 1000, 10**9, 10**13 + 7):
         assert weight_of(size) == pytest.approx(size, rel=1 / 30)
+
+
+def test_what_was_acknowledged_before_a_node_was_given_up_is_a_second_history() -> None:
+    async def story(agreed: Agreed) -> None:
+        now_s = clock.wall_s()
+        other = seat_of(agreed, "n2")
+        other.start()
+        first = seat_of(agreed, "n1")
+        asked = asyncio.create_task(first.is_second(now_s))
+        await asyncio.sleep(0)
+        assert not asked.done(), "nobody knows yet"
+        first.start()
+        assert not await asked
+        await until_async(lambda: state_of(other, "n1") == "active")
+        await first.aclose()
+        await until_async(lambda: state_of(other, "n1") == "missing")
+        await other.want("n1", "gone")
+
+        second = seat_of(agreed, "n1")
+        second.start()
+        assert await second.is_second(now_s)
+        await second.want("n1", "active")
+        await until_async(lambda: is_member(second))
+        assert await second.is_second(now_s), "what is old stays old"
+        assert not await second.is_second(clock.wall_s() + 1), "what it acknowledges from now on is not"
+        await second.aclose()
+
+        await until_async(lambda: state_of(other, "n1") == "missing")
+        await other.want("n1", "gone")
+        await until_async(lambda: state_of(other, "n1") == "gone")
+        await other.want("n1", "forgotten")
+        third = Seat(
+            MemoryMeta(agreed), MemoryMeta(Agreed()), Remembered("ours", lease=7), "n1",
+            NodeRecord("http://n1:9400", 1.0), lease_s=10.0, place="here", clock=clock.boottime,
+            chance=chance.system, owes=lambda: 0, changed=lambda: None, drain=refused,
+        )  # fmt: skip
+        third.start()
+        assert await third.is_second(now_s), "it was of the cluster, which knows it no more"
+        for each in (other, third):
+            await each.aclose()
+
+    run(story)

@@ -168,6 +168,7 @@ class Engine:
                 if self.peers is not None:
                     self.cold.is_of_another = self.peers.is_of_another
                 self.homes = self.buckets.homes = self._know_homes(self.seat)
+                self.flusher.is_second = self.seat.is_second
                 self._keep_copies(self.seat)
             await self.buckets.load()
             if self.seat is not None:

@@ -139,6 +139,9 @@ class Seat:
         self._said = ""  # the last `away` or trouble that was logged
         self._known_as = ""
         self._earlier: deque[tuple[float, Map]] = deque(maxlen=EARLIER_MAX)  # maps with other owners; until when
+        self._was_in = bool(known.lease)  # a process of this directory was of the cluster before
+        self._heard = asyncio.Event()  # what the cluster wants of this node is known
+        self._outlived_s = 0.0  # Unix time; others may have gone on without what was acknowledged here before
         self.away = ""  # why clients should go to another node; "" if they need not
 
     def start(self) -> None:
@@ -201,6 +204,21 @@ class Seat:
         if agreed is None or node not in machine.alive or node not in machine.nodes:
             return None
         return Home(node, machine.nodes[node].address, agreed.epoch)
+
+    async def is_second(self, since_s: float) -> bool:
+        """Whether others may have acted in this node's place since that Unix time: it was given up with what it has.
+        Waits until the cluster's word about this node was heard once."""
+        await self._heard.wait()
+        own = self._machine.nodes.get(self._machine.node)
+        return since_s < self._outlived_s or (own is not None and own.wanted == "gone")
+
+    def _hear(self, before: NodeRecord | None) -> None:
+        """Told for the first time, or again: note when this node was given up, or forgotten, with what it has."""
+        own = self._machine.nodes.get(self._machine.node)
+        came_back = before is not None and before.wanted == "gone" and own is not None and own.wanted != "gone"
+        if came_back or (not self._heard.is_set() and self._was_in and own is None):
+            self._outlived_s = self._clock.wall_s()
+        self._heard.set()
 
     def knows(self, node: str) -> bool:
         """Whether a node of this id is, or was, of the cluster."""
@@ -489,6 +507,7 @@ class Seat:
         if self._closed:
             return
         machine, before = self._machine, self._machine.map
+        own = machine.nodes.get(machine.node)
         events: list[Event] = [event]
         while events:
             for effect in machine.step(self._clock.monotonic_s(), events.pop(0)):
@@ -500,6 +519,8 @@ class Seat:
                     case Write():
                         self._spawn(self._write(effect))
         machine.check()
+        if isinstance(event, Told) and not self._wrong:
+            self._hear(own)
         if before is not None and machine.map is not None and before.owners not in ({}, machine.map.owners):
             self._earlier.appendleft((self._clock.monotonic_s() + EARLIER_S, before))
         was = (0, False) if before is None else (before.epoch, before.active)

@@ -219,6 +219,7 @@ class Flusher:
         cleaned: Callable[[str, str, Record], None] = lambda bucket, key, record: None,
         found_bad: Callable[[str, str, Record, list[int]], object] = lambda bucket, key, record, bad: None,
     ) -> None:
+        self.is_second: Callable[[float], Coroutine[Any, Any, bool]] | None = None  # see `Seat.is_second`
         self.clear: Callable[[str, str], Coroutine[Any, Any, None]] | None = None  # what others keep of a key, first
         self._store, self._buckets, self._clock, self._chance, self._workers = store, buckets, clock, chance, workers
         self._lock, self._commit, self._flush_soon, self._cleaned = lock, commit, flush_soon, cleaned
@@ -486,6 +487,10 @@ class Flusher:
                 lambda key: self._buckets.leave_uploads(served, key),
                 self._found_bad,
             )
+            if note.based_on is None and self.is_second is not None and await self.is_second(note.since_s):
+                note = msgspec.structs.replace(note, based_on="")  # what is there is somebody else's, and newer
+            if flight.unwanted:
+                raise Superseded
             errand = flight.errand = Errand(destination, key, note, _Keeping(self, name, key), self._clock.wall_s())
             try:
                 outcome = await errand.run()
