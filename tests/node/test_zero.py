@@ -22,7 +22,7 @@ from botocore.config import Config
 from bench import servers
 from tests.cli.conftest import Program
 from tests.node.conftest import NodeProcess, alive, pattern
-from tests.node.test_cluster import cluster_of, flags, until_all_are, url
+from tests.node.test_cluster import cluster_of, flags, reached, until_all_are, url
 from tests.patience import PATIENCE_S, until
 
 pytestmark = pytest.mark.real
@@ -251,3 +251,24 @@ def test_a_cluster_that_drains_is_taken_back(node: Make, etcd: servers.EtcdClust
     assert 0 in [one.returncode for one in both], ends
     assert json.loads((tmp_path / "corpus" / "left").read_bytes())["format"] == "forebay manifest 1"
     assert all(each.process is not None and each.process.wait(PATIENCE_S) == 0 for each in nodes)
+
+
+def test_a_rewarm_goes_on_after_its_engine_is_killed(node: Make, etcd: servers.EtcdCluster, tmp_path: Path) -> None:
+    count, size_bytes = 1500, 90_000
+    (tmp_path / "corpus").mkdir()
+    for number in range(count):
+        (tmp_path / "corpus" / f"object-{number}").write_bytes(pattern(size_bytes, number % 7))
+    before = start(node, tmp_path, url(etcd.addresses, uuid.uuid4().hex), 1)
+    before[0].add_bucket("corpus", f"file://{tmp_path / 'corpus'}")
+    first = Program(before[0].endpoint, tmp_path / "cli")
+    first("prefetch", "corpus")
+    first("drain", "--all", "--manifest", "s3://corpus/left.json")
+
+    (after,) = start(node, tmp_path, url(etcd.addresses, uuid.uuid4().hex), 1)
+    after.add_bucket("corpus", f"file://{tmp_path / 'corpus'}")
+    Program(after.endpoint, tmp_path / "cli")("rewarm", "--no-wait", "s3://corpus/left.json")
+    until(lambda: cached([after], "corpus") > 20 * size_bytes, "that it has begun")
+    os.kill(after.children()["engine"], signal.SIGKILL)
+    until(lambda: reached(after) and cached([after], "corpus") == count * size_bytes, "that all is here")
+    (job,) = until(lambda: [each for each in after.json("GET", "jobs") if each["state"] == "done"])
+    assert (job["verb"], job["units_done"], job["units_failed"]) == ("rewarm", count, 0)
