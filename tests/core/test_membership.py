@@ -67,7 +67,8 @@ class Town:
         ]
 
     def start(self, name: str, weight: float = 1.0, incarnation: str = "", protocol: int = 1) -> Membership:
-        record = NodeRecord(name, weight, buckets={"back": "written back" + TWICE}, protocol=protocol)
+        kept = {"back": "written back" + TWICE}
+        record = NodeRecord(name, weight, buckets=kept, replaced=True, protocol=protocol)
         membership = Membership(name, incarnation or f"{name}.{self.now_s}", record, LeaseHold(TTL_S))
         self.nodes[incarnation or name] = Node(membership)
         return membership

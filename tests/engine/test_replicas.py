@@ -41,11 +41,11 @@ def _beside_another(rig: Rig) -> tuple[Replicas, OtherNode]:
     both = {engine.node_id: 1.0, "other": 1.0}
     agreed = Map(1, True, both, both, both, held=1)
     alive = {name: Presence(f"{name} lives", 1, 1) for name in both}
-    seat: Any = SimpleNamespace(agreed=agreed, alive=alive, place_of=lambda node: node)
+    seat: Any = SimpleNamespace(agreed=agreed, alive=alive, place_of=lambda node: node, covered=lambda held: None)
 
-    async def tidy() -> None: ...
+    async def nothing() -> None: ...
 
-    kept: Any = SimpleNamespace(tidy=tidy)
+    kept: Any = SimpleNamespace(tidy=nothing, take_all_over=nothing, waiting=False)
     peers: Any = other
     engine.writes.replicas = replicas = Replicas(
         seat, peers, engine.node_id, engine.clock, kept,

@@ -45,6 +45,7 @@ def seat_of(agreed: Agreed, node: str, memory: MemoryMeta | None = None, owes: i
         chance=chance.system,
         owes=lambda: owes,
         changed=lambda: None,
+        acts=lambda until_s: None,
         drain=refused,
     )
 
@@ -172,7 +173,7 @@ def test_what_was_acknowledged_before_a_node_was_given_up_is_a_second_history() 
         third = Seat(
             MemoryMeta(agreed), MemoryMeta(Agreed()), Remembered("ours", lease=7), "n1",
             NodeRecord("http://n1:9400", 1.0), lease_s=10.0, place="here", clock=clock.boottime,
-            chance=chance.system, owes=lambda: 0, changed=lambda: None, drain=refused,
+            chance=chance.system, owes=lambda: 0, changed=lambda: None, acts=lambda until_s: None, drain=refused,
         )  # fmt: skip
         third.start()
         assert await third.is_second(now_s), "it was of the cluster, which knows it no more"

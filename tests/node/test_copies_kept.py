@@ -9,10 +9,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import boto3
+import botocore.exceptions
+import msgspec
+import pytest
+
 from bench import servers
+from forebay.core.cluster.records import MAP, Map
+from forebay.meta.etcd import EtcdMeta
 from tests.node.conftest import NodeProcess, pattern
-from tests.node.test_cluster import flags
-from tests.node.test_homes import AWAY, MIB, Cluster, client
+from tests.node.test_cluster import cluster_of, flags, meta
+from tests.node.test_homes import AWAY, MIB, PATIENT, Cluster, client, listed
 from tests.patience import until
 
 Make = Callable[..., NodeProcess]
@@ -119,3 +126,173 @@ def test_copies_are_cleared_when_the_backend_has_them(node: Make, etcd: servers.
         status, body = cluster.nodes[0].ask("PUT", "/double/lonely", body=b"bytes")
         assert status == 503, body
     assert b"other history" not in body
+
+
+def taking_over(node: Make, *also: str) -> Make:
+    """Nodes that may be taken over."""
+
+    def make(*given: str) -> NodeProcess:
+        config = Path(given[given.index("--config") + 1])
+        config.write_text("lease = 10.0\ntake_over = true\n")
+        return node(*given, *also)
+
+    return make
+
+
+def states(node: NodeProcess) -> dict[str, str]:
+    return {each["node_id"]: each["doing"] for each in cluster_of(node)["nodes"]}
+
+
+def id_of(node: NodeProcess) -> str:
+    return str(cluster_of(node)["node_id"])
+
+
+def until_covered(cluster: Cluster) -> None:
+    """Until every node knows that all that no backend has is on two nodes."""
+
+    def covered() -> bool:
+        return all(states(node)[other] == "serves its keys" for node in living for other in map(id_of, living))
+
+    living = cluster.nodes
+    until(covered, "that all is kept twice")
+    until(lambda: agreed(cluster).covered == agreed(cluster).held, "that the map says so")
+
+
+def agreed(cluster: Cluster) -> Map:
+    seen: list[Map] = []
+
+    async def look(store: EtcdMeta) -> None:
+        entry = await store.get(MAP)
+        assert entry is not None
+        seen.append(msgspec.json.decode(entry.value, type=Map))
+
+    meta(cluster.addresses, cluster.name, look)
+    return seen[0]
+
+
+def test_what_a_killed_node_acknowledged_is_taken_over(node: Make, etcd: servers.EtcdCluster, tmp_path: Path) -> None:
+    """Its disks never come back, as far as the others know, until all is in the bucket."""
+    with servers.SeaweedFS() as seaweed:
+        seaweed.create_bucket("lake")
+        cluster = Cluster(taking_over(node), etcd, tmp_path)
+        twice(cluster)
+        lake = {"name": "lake", "url": "s3://lake", "write": "back", "copies": 2, "options": seaweed.options()}
+        for one in cluster.nodes:
+            one.json("PUT", "buckets/lake", lake)
+            for name in ("local", "back"):  # a bucket that is kept once would keep its node from being taken over
+                one.json("DELETE", f"buckets/{name}")
+        for asked in cluster.clients:
+            until(lambda asked=asked: written(asked, "lake", "warm"), "that it takes writes")
+        until(lambda: kept(cluster) == 2, "that it is flushed")
+        until_covered(cluster)
+        seaweed.kill()
+
+        bodies = {f"key-{number}": pattern(1000 + number * number * 3000, number) for number in range(24)}
+        tags = {"TagSet": [{"Key": "of", "Value": "mine"}]}
+        for number, (key, body) in enumerate(bodies.items()):
+            for bucket in ("lake", "own"):
+                asked = cluster.clients[number % 3]
+                asked.put_object(Bucket=bucket, Key=key, Body=b"earlier")
+                asked.put_object(Bucket=bucket, Key=key, Body=body, Metadata={"who": key})
+        cluster.clients[0].put_object_tagging(Bucket="own", Key="key-5", Tagging=tags)
+        gone = [f"key-{number}" for number in range(20, 24)]
+        for key in gone:
+            for bucket in ("lake", "own"):
+                cluster.clients[2].delete_object(Bucket=bucket, Key=key)
+        left = {key: body for key, body in bodies.items() if key not in gone}
+        homes = {bucket: {agreed(cluster).holder(bucket, key) for key in left} for bucket in ("lake", "own")}
+        assert cluster.ids[1] in homes["lake"] & homes["own"], "it is the home of some"
+
+        dead = cluster.nodes.pop(1)
+        kill(dead)
+        cluster.clients.pop(1)
+        for asked in cluster.clients:
+            until(lambda asked=asked: listed_there(asked) == sorted({*left, "warm"}), "a listing")
+            for bucket in ("lake", "own"):
+                for key, body in left.items():
+                    found = until(
+                        lambda asked=asked, bucket=bucket, key=key: read(asked, bucket, key), f"{bucket}/{key}"
+                    )
+                    assert found == (body, {"who": key}), key
+            for key in gone:
+                assert read(asked, "lake", key) is None
+                with pytest.raises(botocore.exceptions.ClientError, match="NoSuchKey"):
+                    asked.get_object(Bucket="own", Key=key)
+        assert cluster.clients[1].get_object_tagging(Bucket="own", Key="key-5")["TagSet"] == tags["TagSet"]
+        until_covered(cluster)
+        newer = [key for key in left if agreed(cluster).holder("own", key) != ""][:6]
+        for key in newer:
+            until(lambda key=key: written(cluster.clients[0], "own", key, b"newer"), "that it is written again")
+
+        # the dead one comes back with all that it had: it shows nothing of it, forgets it, and holds again
+        dead.start()
+        cluster.nodes.append(dead)
+        cluster.clients.append(client(dead))
+        until(lambda: sorted(agreed(cluster).holders) == sorted(cluster.ids), "that it holds again")
+        until_covered(cluster)
+        for asked in cluster.clients:
+            for key in newer:
+                assert until(lambda asked=asked, key=key: read(asked, "own", key))[0] == b"newer"
+            for key in gone:
+                with pytest.raises(botocore.exceptions.ClientError, match="NoSuchKey"):
+                    asked.get_object(Bucket="own", Key=key)
+
+        seaweed.restart()
+        all_is_flushed(seaweed, left)
+
+
+def all_is_flushed(seaweed: servers.SeaweedFS, left: dict[str, bytes]) -> None:
+    """As if nothing had happened."""
+    direct = boto3.client("s3", endpoint_url=seaweed.endpoint, region_name="us-east-1", config=PATIENT)
+    until(lambda: listed(direct, "lake") == sorted({*left, "warm"}), "that all is in the bucket")
+    for key, body in left.items():
+        until(lambda key=key, body=body: direct.head_object(Bucket="lake", Key=key)["ContentLength"] == len(body))
+        assert direct.get_object(Bucket="lake", Key=key)["Body"].read() == body, key
+
+
+def listed_there(asked: Any) -> list[str] | None:
+    with suppress(botocore.exceptions.ClientError):
+        return listed(asked, "own")
+    return None
+
+
+def read(asked: Any, bucket: str, key: str) -> tuple[bytes, dict[str, str]] | None:
+    with suppress(botocore.exceptions.ClientError, botocore.exceptions.EndpointConnectionError):
+        found = asked.get_object(Bucket=bucket, Key=key)
+        return found["Body"].read(), found["Metadata"]
+    return None
+
+
+def test_a_home_that_was_paused_shows_nothing_old(node: Make, etcd: servers.EtcdCluster, tmp_path: Path) -> None:
+    """Its fronts would find all of it in the index, and its engine would acknowledge."""
+    cluster = Cluster(taking_over(node, "--fronts", "1"), etcd, tmp_path)
+    twice(cluster)
+    for one in cluster.nodes:
+        for name in ("local", "back"):
+            one.json("DELETE", f"buckets/{name}")
+    key = cluster.key(1, "own")
+    assert written(cluster.clients[0], "own", key, b"old")
+    until_covered(cluster)
+    home = cluster.nodes[1]
+    assert home.get("own", key) == b"old"
+    assert home.process is not None
+    processes = [home.process.pid, *home.children().values()]
+    for pid in processes:
+        os.kill(pid, signal.SIGSTOP)
+    until(lambda: agreed(cluster).deposed == (cluster.ids[1],), "that it is taken over")
+    until(lambda: written(cluster.clients[0], "own", key, b"new"), "that others act")
+    for pid in processes:
+        os.kill(pid, signal.SIGCONT)
+
+    def answers() -> bool:
+        status, body = home.ask("GET", f"/own/{key}")
+        assert status in (200, 503), (status, body)
+        assert status == 503 or body == b"new", body
+        written_there, body = home.ask("PUT", f"/own/{key}-2", body=b"bytes")
+        assert written_there in (200, 503), body
+        return status == written_there == 200
+
+    until(answers, "that it answers again, with what is true")
+    until(lambda: sorted(agreed(cluster).holders) == sorted(cluster.ids), "that it holds again")
+    assert home.get("own", key) == b"new"
+    assert cluster.clients[0].get_object(Bucket="own", Key=f"{key}-2")["Body"].read() == b"bytes"

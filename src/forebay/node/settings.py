@@ -79,7 +79,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     (`node/last_start.py`). `connections_share`: the part of a front's connections that one client address may hold.
     `allow_backends`: patterns of the backends that identities without `admin:*` may give to their buckets
     (`core/reach.py`). `cluster` is the URL of the etcd where nodes agree, with the cluster's name; `advertise` is where
-    other nodes reach this one; `lease_s` is how long they wait for it once it is silent. `cluster_ca`, `cluster_cert`
+    other nodes reach this one; `lease_s` is how long they wait for it once it is silent; with
+    `take_over` they then take over what it had, where that is kept twice. `cluster_ca`, `cluster_cert`
     and `cluster_key` are files for TLS with that etcd; `cluster_password_file` has the password of its `cluster_user`.
     `peer_key` is a file by which nodes know each other, `peer_ca` says who vouches for the others' certificates.
     """
@@ -108,6 +109,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cluster: str = ""
     advertise: str = ""
     lease_s: float = 10.0
+    take_over: bool = False
     cluster_ca: str = ""
     cluster_cert: str = ""
     cluster_key: str = ""

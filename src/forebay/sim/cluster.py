@@ -158,7 +158,7 @@ class Cluster:
     # --- processes ---------------------------------------------------------------------------------------------------
     def _start(self, node: str, *, twin: bool = False) -> Process:
         incarnation = f"{node}.{len(self.processes)}"
-        record = NodeRecord(f"{incarnation}:9400", self._weight(node), buckets={"back": TWICE})
+        record = NodeRecord(f"{incarnation}:9400", self._weight(node), buckets={"back": TWICE}, replaced=True)
         process = Process(
             node,
             incarnation,

@@ -84,6 +84,7 @@ class Node:
             capacity_bytes=CAPACITY_BYTES,
             flush_timeout_s=7200.0,
             cluster="etcd://127.0.0.1:2379/world",
+            take_over=True,
         )
         self.life: Life | None = None
         self.is_up = False
@@ -577,6 +578,8 @@ class Nodes(World):
         wrong = []
         for engine in engines:
             agreed = engine.seat.agreed if engine.seat is not None else None
+            if agreed is not None and self.copies > 1 and (agreed.deposed or agreed.covered != agreed.held):
+                wrong.append(f"{agreed.deposed} are deposed, and covered is {agreed.covered} of {agreed.held}")
             for name in [*self.places, *self.sources] if agreed is not None and self.copies > 1 else ():
                 record, second = engine.store.owned(*name), agreed.second(engine.node_id, *name) if agreed else None
                 if record is not None and second is not None:

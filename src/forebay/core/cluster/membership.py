@@ -32,8 +32,9 @@ so within HOLDS_AFTER_S goes to `past` with that, and is asked about every key.
 
 *Taking over.* A holder that is missing for MISSING_AFTER_S is taken over while `covered` is `held`: what it alone had
 is on the next in order of each key, who is the home by the next map. One at a time: then all must be covered again. It
-is `deposed`, acts on nothing, and holds again when it has forgotten its copies (`Released`) and all is covered. A node
-that keeps a bucket once (`NodeRecord.buckets`) is waited for.
+is `deposed`, acts on nothing, and holds again when it has forgotten its copies (`Released`) and all is covered. Until
+then nobody else comes or goes as a holder, but one that is given up: it would take along what it has not taken over. A
+node that keeps a bucket once (`NodeRecord.buckets`), or shall not be `replaced`, is waited for.
 
 *Another release.* A node enters only if all others that are not gone speak a protocol next to its own (`strangers`).
 The check comes before its record says what it speaks, so it is the newcomer who stays out, and nobody who is in.
@@ -207,6 +208,11 @@ class Membership:
         wanted = own is not None and own.wanted == "active"
         deposed = self.map is not None and self.node in self.map.deposed
         return self.hold.lease if wanted and not deposed and self._present(now_s) else 0
+
+    def acts_until_s(self, now_s: float) -> float:
+        """Until when this process may answer for what others would take over; 0 if it may not."""
+        deposed = self.map is None or self.node in self.map.deposed
+        return self.hold.fenced_s if self._present(now_s) and not deposed else 0.0
 
     def state(self, node: str) -> State:
         """What a node is doing, in one word."""
@@ -393,13 +399,14 @@ class Membership:
         if not map.held or map.covered != map.held or len(map.holders) < 2:
             return None  # `held` is 0 in a map of a release without copies
         missing = (node for node in sorted(map.holders) if self._is_missing(now_s, node))
-        return next((node for node in missing if self._is_kept_twice(node)), None)
+        return next((node for node in missing if self._may_be_replaced(node)), None)
 
-    def _is_kept_twice(self, node: str) -> bool:
-        """Whether another node has all that this one alone may have acknowledged. It used no bucket that the others
+    def _may_be_replaced(self, node: str) -> bool:
+        """Whether another node has all that this one alone may have acknowledged: it used no bucket that the others
         were not told of."""
-        kept = self.nodes[node].buckets.values()
-        return bool(kept) and all(how.endswith(TWICE) for how in kept)
+        record = self.nodes[node]
+        kept = record.buckets.values()
+        return record.replaced and bool(kept) and all(how.endswith(TWICE) for how in kept)
 
     def _is_missing(self, now_s: float, node: str) -> bool:
         since_s = self._missing_s.get(node)
@@ -408,6 +415,10 @@ class Membership:
 
     def _holders(self, now_s: float, map: Map, owners: dict[str, float], reasons: set[str]) -> dict[str, float]:
         """Who holds what only nodes have under the next map. Why one leaves is added to `reasons`."""
+        if map.deposed and map.covered != map.held:  # copies are taken over: who went now would take them along
+            gone = {node for node in map.holders if node not in self.nodes or self.nodes[node].wanted == "gone"}
+            reasons |= {NODES + node for node in gone}
+            return {node: weight for node, weight in map.holders.items() if node not in gone}
         waits = bool(map.holders) and now_s < self._came_or_went_s + HOLDS_AFTER_S
         holders = {
             node: weight

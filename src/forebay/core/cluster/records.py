@@ -68,6 +68,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     buckets: dict[str, str] = {}
     protocol: int = 1
     release: str = ""
+    replaced: bool = False  # others may take over what it had, when it is silent
 
 
 class Presence(msgspec.Struct, frozen=True):

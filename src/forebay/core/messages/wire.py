@@ -39,7 +39,7 @@ from forebay.core.errors import Bug, ErrorOnWire
 from forebay.core.record import Record
 from forebay.core.types import Bucket, RangeSpec
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -203,12 +203,18 @@ class Report(_Message):
     report: int
 
 
+class Acts(_Message):
+    """Until when, by the clock of leases, hits of buckets that are kept on two nodes may be served; 0: they may not."""
+
+    until_s: float
+
+
 class Beat(_Message):
     """The engine lives: said every `core/machines/pulse.py` interval."""
 
 
 ToEngine = Hello | OpenRead | Consumed | CloseRead | Touched | Suspect | Call | Grown | GaveUp | Reported
-ToFront = Welcome | Opened | Landed | Withdrawn | Failed | Answer | Dropped | Report | Beat
+ToFront = Welcome | Opened | Landed | Withdrawn | Failed | Answer | Dropped | Report | Beat | Acts
 Message = ToEngine | ToFront
 
 _encoder = msgspec.msgpack.Encoder()

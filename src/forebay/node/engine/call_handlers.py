@@ -303,6 +303,11 @@ class Verbs:
         self._engine.store.check_bucket(bucket)
         for lost in self._engine.store.lost_in(bucket, limit=1):
             raise object_lost(lost)
+        if self._engine.replicas is not None and self._engine.replicas.kept.has_any(bucket):
+            raise Busy(
+                f"this node keeps copies of {bucket} for others: flush or delete what they are of, then {change}",
+                retry_after_s=5.0,
+            )
         owed = self._engine.flusher.totals(bucket)
         if owed.objects:
             what = f"{counted(owed.objects, 'object')} or deletes ({owed.bytes} bytes)"
@@ -469,6 +474,8 @@ class Verbs:
 
     async def _owed(self, call: calls.ListCall) -> list[tuple[str, ListEntry | None]]:
         bucket = (await self._engine.buckets.get(call.bucket)).bucket
+        if self._engine.homes is not None:
+            self._engine.homes.check_whole(bucket)
         return await self._engine.pages.owed(bucket, call.prefix, call.start_after)
 
     async def _claim(self, named: calls.ObjectNamed) -> bool:

@@ -398,7 +398,11 @@ class Engine:
             remembered,
             self.node_id,
             NodeRecord(
-                settings.advertised, weight_of(self._capacity_bytes()), protocol=PROTOCOL, release=forebay.__version__
+                settings.advertised,
+                weight_of(self._capacity_bytes()),
+                replaced=settings.take_over,
+                protocol=PROTOCOL,
+                release=forebay.__version__,
             ),
             lease_s=settings.lease_s,
             place=f"{boot_id()} {at.st_dev} {at.st_ino}",
@@ -406,6 +410,7 @@ class Engine:
             chance=self._chance,
             owes=self._owes_bytes,
             changed=lambda: self.fronts.greet_again(),
+            acts=self._acts,
             drain=self._drain,
         )
 
@@ -465,6 +470,7 @@ class Engine:
             buckets=self.buckets,
             writes=self.writes,
             flusher=self.flusher,
+            bring_up=self.catching_up.key,
         )
         self.replicas = self.writes.replicas = Replicas(
             seat,
@@ -481,7 +487,13 @@ class Engine:
             flush=self.flush,
             is_whole=lambda: self.catching_up.is_done,
         )
-        self.flusher.clear = self.replicas.clear
+        self.flusher.clear, self.flusher.may_send = self.replicas.clear, self.replicas.may_send
+        if self.homes is not None:
+            self.homes.replicas = self.replicas
+
+    def _acts(self, until_s: float) -> None:
+        if any(bucket.is_kept_twice for bucket in self.buckets.all()):
+            self.fronts.acts(until_s)
 
     def _owes_bytes(self) -> int:
         """How much would be lost with this node's disks; at least 1 if anything."""
@@ -544,6 +556,7 @@ class Engine:
         if owed.objects:
             self.settings.owed_file.write_text(json.dumps({"objects": owed.objects, "bytes": owed.bytes}))
         await self.writes.commits.aclose()
+        self.fronts.acts(0.0)
         if self.seat is not None:
             await self.seat.aclose()
         await self.cold.aclose()

@@ -289,6 +289,11 @@ class Fronts:
         for connection in list(self.connections):
             connection.post(wire.Dropped(object_ids))
 
+    def acts(self, until_s: float) -> None:
+        """Serve hits of buckets that are kept on two nodes until then."""
+        for connection in list(self.connections):
+            connection.post(wire.Acts(until_s))
+
     async def snapshots(self) -> list[Snapshot]:
         """What each front counted. Fronts that do not answer in time are left out."""
         asked = [connection for connection in self.connections if connection.hello is not None]

@@ -16,6 +16,9 @@ here depends on who lives or how late it is: a node that is not heard of keeps w
 *Letting go.* In the background a node looks through what it has for keys that are at home elsewhere. It flushes them,
 takes their confirmations away, and when nothing is left it says so (`Seat.released`). Then nobody asks it any more.
 
+*Kept twice.* Of a bucket with two copies (`replicas.py`) a node answers only while it holds its lease: another may act
+in its place afterwards. A copy of one that was deposed is made this node's own before it acts on the key.
+
 *No loops, no knots.* A request between nodes (`from_node`) is passed on by the key's home alone, to one that keeps the
 key, who passes nothing on: each of them holds its own lock of the key meanwhile.
 
@@ -72,6 +75,31 @@ class Volumes(Protocol):
     def missing(self, bucket: str) -> list[str]: ...
 
 
+class Kept(Protocol):
+    """What this node keeps for others (`node/engine/kept.py`)."""
+
+    @property
+    def waiting(self) -> bool: ...
+
+    def acts_anew(self, name: Name) -> bool: ...
+
+    async def take_over(self, name: Name) -> None: ...
+
+
+class Replicas(Protocol):
+    """Copies of what no backend has (`node/engine/replicas.py`)."""
+
+    @property
+    def kept(self) -> Kept: ...
+
+    @property
+    def is_deposed(self) -> bool: ...
+
+    def acts(self) -> bool: ...
+
+    def is_settled(self) -> bool: ...
+
+
 class Homes:
     """See the module's header. `peers` is None where the nodes would not know each other; `flush` makes changes of the
     index visible; `is_whole`: all that was owed before the start is in view."""
@@ -95,6 +123,7 @@ class Homes:
         self._seat, self._peers, self.node_id, self._clock = seat, peers, node_id, clock
         self._store, self._index, self._buckets, self._cold = store, index, buckets, cold
         self._flusher, self._volumes, self._flush, self._is_whole = flusher, volumes, flush, is_whole
+        self.replicas: Replicas | None = None
         self._acting: Counter[Name] = Counter()
         self._claimed: dict[Name, None] = {}  # as their home, of whom may have them from before
         self._kept: dict[Name, None] = {}  # though others are their home, who were told so
@@ -106,7 +135,33 @@ class Homes:
         """Whether this node acts on the key, as far as it knows without asking anybody."""
         if bucket.write == "through":
             return self._unfit(bucket) == ""
+        if bucket.is_kept_twice and not self._may_act((bucket.name, key)):
+            return False
         return not self._unfit(bucket) and (self._has(bucket.name, key) or self._is_home((bucket.name, key)))
+
+    def _may_act(self, name: Name) -> bool:
+        """Whether nobody acts in this node's place, and it has not got to take the key over first."""
+        replicas = self.replicas
+        return replicas is not None and replicas.acts() and not replicas.kept.acts_anew(name)
+
+    async def _take_over(self, name: Name) -> None:
+        """In a bucket that is kept twice: make what is kept of the key this node's own, if it is. `Unavailable` if the
+        node may not say anything about it."""
+        assert self.replicas is not None
+        if self.replicas.is_deposed and self._owes_key(*name):
+            raise Unavailable(
+                "this node was taken over, and is about to forget what it had: ask another", retry_after_s=LOOK_S
+            )
+        if self.replicas.kept.acts_anew(name):
+            await self.replicas.kept.take_over(name)
+
+    def _check_acts(self, bucket: Bucket) -> None:
+        if bucket.is_kept_twice and self.replicas is not None and not self.replicas.acts():
+            raise Unavailable(
+                f"this node is not heard of by the cluster ({self._seat.trouble or 'for a moment'}), so others may "
+                "act in its place: ask another",
+                retry_after_s=LOOK_S,
+            )
 
     async def at(self, served: Served, key: str) -> Served:
         """The bucket as this node acts on the key: itself, or with whoever acts in the backend's place. `Unavailable`
@@ -119,7 +174,10 @@ class Homes:
             return served
         name = (bucket.name, key)
         for _ in range(TURNS):
+            if bucket.is_kept_twice:
+                await self._take_over(name)
             if self._has(*name) or self._is_home(name):
+                self._check_acts(bucket)
                 return served
             agreed = self._agreed()
             home = agreed.holder(*name)
@@ -130,6 +188,7 @@ class Homes:
                 if self._agreed() is not agreed:
                     continue
                 if not keeper:
+                    self._check_acts(bucket)
                     _note(self._claimed, name)
                     continue
                 home = keeper
@@ -213,15 +272,26 @@ class Homes:
     def _holders(self, agreed: Map) -> set[str]:
         """Who may have what only nodes have."""
         found = {*agreed.holders, *(node for past in agreed.past for node in (*past.holders, *past.newcomers))}
-        return {node for node in found if not self._seat.is_gone(node)}
+        return {node for node in found if not self._seat.is_gone(node) and node not in agreed.deposed}
 
     def others(self, bucket: Bucket, prefix: str) -> list[Callable[[str], Awaitable[Found]]]:
         """Ask each other node that may have what no backend has under a prefix. `Unavailable` for one that does not
         say."""
-        if bucket.write == "through" or from_node.get():
+        if bucket.write == "through":
+            return []
+        self.check_whole(bucket)
+        if from_node.get():
             return []
         asked = self._holders(self._agreed()) - {self.node_id}
         return [functools.partial(self._owed, node, bucket.name, prefix) for node in sorted(asked)]
+
+    def check_whole(self, bucket: Bucket) -> None:
+        """`Unavailable` if what is here of the bucket is not what no backend has: it was taken over, or is about to be
+        this node's."""
+        if bucket.is_kept_twice and self.replicas is not None:
+            self._check_acts(bucket)
+            if self.replicas.kept.waiting:
+                raise Busy("what another node had is taken over: try again in a moment", retry_after_s=LOOK_S)
 
     async def _owed(self, node: str, bucket: str, prefix: str, after: str) -> Found:
         place = self._seat.place_of(node)
@@ -306,6 +376,8 @@ class Homes:
         name, until_s = (bucket, key), self._clock.monotonic_s() + CLAIM_S
         self._store.check_present(bucket, key)  # a volume that is out may have it
         while self._agreed().holder(*name) != self.node_id:
+            if self.replicas is not None and self.replicas.kept.acts_anew(name):
+                await self.replicas.kept.take_over(name)
             if self._owes_key(bucket, key):
                 if self._flusher.find(bucket, key) is not None:
                     self._flusher.ask(bucket, key)
@@ -353,6 +425,8 @@ class Homes:
     async def _let_all_go(self, agreed: Map) -> bool:
         """One round; whether nothing is left that is at home elsewhere by this agreed."""
         self._kept.clear()
+        if self.replicas is not None and not self.replicas.is_settled():
+            return False
         if any(agreed.holder(*name) != self.node_id for name in self._acting):
             return False
         asked = self._cold.openings.under_way.keys() | self._cold.confirmations.windows.asked()

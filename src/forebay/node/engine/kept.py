@@ -58,7 +58,8 @@ log = logging.getLogger("forebay.replicas")
 
 
 class KeptCopies:
-    """See the module's header. `agreed` is the map that the node knows, None if it may go by none."""
+    """See the module's header. `agreed` is the map that the node knows, None if it may go by none. `bring_up` restores
+    a key to view after a stop."""
 
     def __init__(
         self,
@@ -72,7 +73,9 @@ class KeptCopies:
         buckets: Buckets,
         writes: Writes,
         flusher: Flusher,
+        bring_up: Callable[[str, str], None],
     ) -> None:
+        self._bring_up = bring_up
         self._agreed, self._clock, self._workers = agreed, clock, workers
         self._store, self._index, self._buckets = store, index, buckets
         self._writes, self._flusher = writes, flusher
@@ -85,6 +88,10 @@ class KeptCopies:
         if isinstance(call, ClearCopy):
             return await self._writes.finish(self._clear(call))
         return await self._writes.finish(self._compare(call))
+
+    def has_any(self, bucket: str) -> bool:
+        """Whether something of the bucket is kept for others."""
+        return any(name[0] == bucket for name in self.ledger.copies)
 
     async def _keep(self, call: KeepCopy) -> CopiesSaid:
         name, about = (call.bucket, call.key), call.about
@@ -206,6 +213,8 @@ class KeptCopies:
 
     async def _take_over(self, name: Name) -> None:
         bucket, key = name
+        for place in (bucket, copies_of(bucket)):
+            self._bring_up(place, key)
         async with self._writes.keeping(bucket, key), self._writes.keeping(copies_of(bucket), key):
             there = self.ledger.copies.get(name)
             if there is None or not self.acts_anew(name):
@@ -215,7 +224,8 @@ class KeptCopies:
             mine = self._store.owned(bucket, key) is not None or self._flusher.find(bucket, key) is not None
             if record is None:
                 self._store.check_lost(copies_of(bucket), key)
-            elif not mine:
+                raise Unavailable(f"the copy of {bucket}/{key} cannot be read: see `forebay status`")
+            if not mine:
                 change = await self._own(name, record)
                 if change is not None:
                     log.info("%s/%s is taken over from node %s", bucket, key, there.actor)

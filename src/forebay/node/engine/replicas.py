@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -97,11 +98,27 @@ class Replicas:
         self._store, self._index, self._buckets, self._writes = store, index, buckets, writes
         self._flusher, self._volumes, self._flush, self._is_whole = flusher, volumes, flush, is_whole
         self.sent = Sent(node_id, store.take_id)
+        self._silent: set[str] = set()
 
     def keeps_twice(self, bucket: str) -> bool:
         """Whether what no backend has of the bucket is kept on two nodes."""
         served = self._buckets.known(bucket)
         return served is not None and served.bucket.is_kept_twice
+
+    def acts(self) -> bool:
+        """Whether this node may answer for keys of such buckets: nobody acts in its place yet."""
+        return self._seat.acts_until_s > 0.0
+
+    def may_send(self, bucket: str) -> None:
+        """`Unavailable` if a flush of the bucket might come from a node that was taken over."""
+        if self.keeps_twice(bucket) and not self.acts():
+            raise Unavailable("this node lost its place in the cluster: what it owes waits", retry_after_s=1.0)
+
+    @property
+    def is_deposed(self) -> bool:
+        """Whether the node was taken over, and acts on nothing until it holds again."""
+        agreed = self._seat.agreed
+        return agreed is not None and self.node_id in agreed.deposed
 
     # --- writes ------------------------------------------------------------------------------------------------------
     async def commit(self, change: Change) -> Record | None:
@@ -117,7 +134,11 @@ class Replicas:
             copy: _Copy | None = self._of_change(change, change.note)
             assert copy is not None
             held = await self._place(name, copy)
-            record = await self._writes.commits.commit(change)
+            try:
+                record = await self._writes.commits.commit(change)
+            except BaseException:
+                await self._take_back(name)
+                raise
             for _ in range(TURNS):
                 if self._agreed().held == held:
                     return record
@@ -136,9 +157,19 @@ class Replicas:
         try:
             return await self._writes.commits.commit(change)
         except BaseException:
-            if (agreed := self._seat.agreed) is not None and (second := self._second(agreed, name)) is not None:
-                self.sent.failed(second)  # what it forgot is still here: it gets it again
+            await self._take_back(name)
             raise
+
+    async def _take_back(self, name: Name) -> None:
+        """What was sent is not here: the second shall have what is. If it does not hear that now, lists tell it."""
+        if (agreed := self._seat.agreed) is not None and (second := self._second(agreed, name)) is not None:
+            self.sent.failed(second)
+        with suppress(ForebayError):
+            copy = self._of_store(name)
+            if copy is None:
+                await self.clear(*name)
+            else:
+                await self._place(name, copy)
 
     async def copy_again(self, bucket: str, key: str) -> None:
         """Under the key's lock: what is here changed, but for its bytes."""
@@ -270,12 +301,60 @@ class Replicas:
         if agreed is None or not self._is_whole():
             return
         await self.kept.tidy()
-        buckets = [bucket.name for bucket in self._buckets.all() if bucket.is_kept_twice]
-        if not buckets or self.node_id not in agreed.holders:
+        if self.node_id in agreed.deposed:
+            if agreed.covered == agreed.held:
+                await self._forget_all()
             return
-        node = self.sent.to_compare(agreed, self._seat.alive)
+        await self.kept.take_all_over()
+        buckets = self._twice()
+        if not buckets or self.node_id not in agreed.holders or self._seat.agreed is not agreed:
+            return
+        others = {node: present for node, present in self._seat.alive.items() if node not in self._silent}
+        node = self.sent.to_compare(agreed, others)
+        self._silent = set() if node is None else {*self._silent, node}  # whoever does not answer is tried again last
         if node is not None:
             await self._compare(agreed, node, buckets)
+            self._silent.discard(node)
+        if self.sent.covered(agreed, self._seat.alive) and not self.kept.waiting:
+            self._seat.covered(agreed.held)
+
+    def _twice(self) -> list[str]:
+        return [bucket.name for bucket in self._buckets.all() if bucket.is_kept_twice]
+
+    def is_settled(self) -> bool:
+        """Whether all is this node's own that it is to take over; and of what it had when it was taken over itself,
+        nothing is left."""
+        if not self.is_deposed:
+            return not self.kept.waiting
+        self._flush()
+        if self.kept.ledger.copies or any(self._volumes.missing(bucket) for bucket in self._twice()):
+            return False
+        return not any(self._next_owned(bucket) for bucket in self._twice())
+
+    def _next_owned(self, bucket: str) -> list[str]:
+        owed = [key for key, _ in self._flusher.window(bucket, "", "", LISTED_MAX)]
+        owed += [lost.key for lost in self._store.lost_in(bucket, limit=LISTED_MAX)]
+        after = ""
+        while not owed and (found := self._index.scan(bucket, "", after, LISTED_MAX)):
+            owed = [key for key, record in found if record.state & State.OWNED]
+            after = found[-1][0]
+        return owed
+
+    async def _forget_all(self) -> None:
+        """Others have taken over what this node had, and have it twice: forget it."""
+        forgotten = 0
+        for bucket in self._twice():
+            self._flush()
+            while keys := self._next_owned(bucket):
+                for key in keys:
+                    if not self.is_deposed:
+                        return
+                    await self._writes.forget(bucket, key)
+                    forgotten += 1
+                self._flush()
+        await self.kept.tidy(all=True)
+        if forgotten:
+            log.warning("%d objects and deletes are forgotten: other nodes have taken them over", forgotten)
 
     async def _compare(self, agreed: Map, node: str, buckets: list[str]) -> None:
         """Have a node keep what it is to keep, and no more."""

@@ -109,7 +109,7 @@ def weight_of(capacity_bytes: int) -> float:
 
 class Seat:
     """See the module's header. `memory` is the node's own store, `place` names its directory on this machine since its
-    boot, `owes` says how many bytes only this node has, `changed` hears when `away` does."""
+    boot, `owes` says how many bytes only this node has, `changed` hears when `away` does, `acts` of `acts_until_s`."""
 
     def __init__(
         self,
@@ -125,11 +125,13 @@ class Seat:
         chance: Chance,
         owes: Callable[[], int],
         changed: Callable[[], None],
+        acts: Callable[[float], None],
         drain: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
         self._meta, self._memory, self._known = meta, memory, known
         self._clock, self._chance, self._place = clock, chance, place
-        self._owes, self._changed, self._drain = owes, changed, drain
+        self._owes, self._changed, self._acts, self._drain = owes, changed, acts, drain
+        self._told_acts_s = 0.0
         self._held = meta.hold(lease_s, clock)
         self._machine = Membership(node_id, chance.token_hex(8), record, self._held.hold)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -168,6 +170,11 @@ class Seat:
                 retry_after_s=LOOK_S,
             )
         return lease
+
+    @property
+    def acts_until_s(self) -> float:
+        """Until when, by the clock of leases, this node may answer for what others would take over; 0 if it may not."""
+        return 0.0 if self._closed or self._wrong else self._machine.acts_until_s(self._clock.monotonic_s())
 
     def home(self, bucket: str, key: str, stripe: int = 0) -> Home | None:
         """The node that everybody takes for the home of the key, or of a later stripe of it; None while nobody can
@@ -401,12 +408,16 @@ class Seat:
             if known is not None and node in known.owners:
                 return "was not heard of for a lease; its keys move"
             return "is not heard of; others have its keys"
-        if known is not None and present is not None and present.epoch < known.epoch:
+        if known is not None and not known.active and present is not None and present.epoch < known.epoch:
             return f"takes up map {known.epoch}"
         if known is not None and not known.active and present is not None:
             return f"waits until all have taken up map {known.epoch}"
         if state == "maintenance" and known is not None and node in known.owners:
             return "gives its keys away"
+        if known is not None and node in known.deposed:
+            return "was taken over; forgets what it had when the others have that twice"
+        if present is not None and not self._is_covered(node, present):
+            return "serves its keys; what no backend has is not all on two nodes yet"
         return {
             "joining": "waits to be taken in",
             "active": "serves its keys",
@@ -415,6 +426,13 @@ class Seat:
             "maintenance": "owns no keys until it is taken back",
             "gone": "owes nothing: it may be stopped",
         }[state]
+
+    def _is_covered(self, node: str, present: Presence) -> bool:
+        """Whether all is on two nodes that should be."""
+        machine = self._machine
+        twice = any(how.endswith(TWICE) for how in machine.nodes[node].buckets.values())
+        holds = machine.map is not None and node in machine.map.holders
+        return not (twice and holds) or machine.map is None or present.covered >= machine.map.held
 
     # --- living ------------------------------------------------------------------------------------------------------
     async def _live(self) -> None:
@@ -550,6 +568,9 @@ class Seat:
         if (away, self.as_home) != (self.away, self._known_as):
             self.away, self._known_as = away, self.as_home
             self._changed()
+        if (acts_until_s := self.acts_until_s) != self._told_acts_s:
+            self._told_acts_s = acts_until_s
+            self._acts(acts_until_s)
         said = self.trouble or away
         if said != self._said:
             self._said = said

@@ -496,6 +496,8 @@ class Door:
             counts.hits += 1
             counts.hit_bytes += len(inline)
             return DoorInline(inline, record.etag, record.version)
+        if bucket.is_kept_twice:  # who has the file would read it when this node is taken over
+            return _COLD
         if not record.complete or len(guest.given) >= limits.DOOR_GIVEN_MAX:
             return _COLD
         if not proves and not self._store.compared.whole(record.object_id):

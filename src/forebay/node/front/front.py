@@ -89,6 +89,8 @@ class Front:
             hung_after_s=settings.hung_after_s,
             clock=clock,
         )
+        if settings.cluster:
+            self._store.acts = self.link.acts
         self._reads = Reads(self._store, self.link, self.counts, clock=clock)
         self._audit = self._make_audit(settings)
         self._lane = Lane(

@@ -46,7 +46,7 @@ from forebay.core.metrics import Snapshot, encode_snapshot
 from forebay.core.types import RangeSpec
 from forebay.node.outcomes import from_node, resolve
 from forebay.ports import machine
-from forebay.ports.clock import Clock
+from forebay.ports.clock import Clock, boottime
 from forebay.ports.clock import system as system_clock
 
 log = logging.getLogger("forebay.link")
@@ -235,6 +235,7 @@ class Link:
         self._pulse = Pulse(hung_after_s)
         self._beats = 0  # of this connection's engine
         self._engine_pid = 0
+        self._acts_until_s = 0.0
         self._hangs = False
         self._clock = clock
         self._wire: _Wire | None = None  # set once welcomed
@@ -257,6 +258,10 @@ class Link:
     def is_current(self, source: _Wire) -> bool:
         """Whether this is the current connection."""
         return self._wire is source
+
+    def acts(self) -> bool:
+        """Whether the node may answer for what others would take over, if it were not heard of."""
+        return boottime.monotonic_s() < self._acts_until_s
 
     @property
     def trouble(self) -> str:
@@ -413,6 +418,8 @@ class Link:
             self.post(wire.Reported(message.report, self.front, encode_snapshot(self._report())))
         elif isinstance(message, wire.Beat):
             self._beats += 1
+        elif isinstance(message, wire.Acts):
+            self._acts_until_s = message.until_s
         elif isinstance(message, wire.Welcome):
             self._take_welcome(source, message)
         else:
@@ -446,6 +453,7 @@ class Link:
         if self._wire is not source:
             return
         self._wire = None
+        self._acts_until_s = 0.0
         self._ready.clear()
         error = _gone()
         for read in list(self._reads.values()):

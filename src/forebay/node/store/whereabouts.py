@@ -16,7 +16,7 @@ a record from another volume than the key's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 from forebay.core.machines.opening import may_serve
@@ -25,6 +25,10 @@ from forebay.core.record import OWNED, Record, is_version
 from forebay.core.types import Bucket
 
 VolumeT = TypeVar("VolumeT")
+
+
+def _always() -> bool:
+    return True
 
 
 class Here(NamedTuple):
@@ -41,6 +45,7 @@ class Whereabouts(ABC, Generic[VolumeT]):
     def __init__(self) -> None:
         self._by_id: dict[str, VolumeT] = {}
         self._members = Members([])
+        self.acts: Callable[[], bool] = _always  # whether hits of buckets that are kept on two nodes may be served
 
     def _settle(self, volumes: dict[str, VolumeT], weights: Mapping[str, float]) -> None:
         """These are the volumes from now on. One with a weight alone has keys, but cannot be read."""
@@ -61,6 +66,8 @@ class Whereabouts(ABC, Generic[VolumeT]):
     # --- what of it will do ---
     def fresh(self, bucket: Bucket, key: str, now_s: float) -> Record | None:
         """What may be served without asking anybody."""
+        if bucket.copies > 1 and bucket.is_kept_twice and not self.acts():
+            return None
         record = self.lookup(bucket.name, key)
         if record is not None and may_serve(record.state, record.checked_s, bucket.freshness_s, now_s):
             return record

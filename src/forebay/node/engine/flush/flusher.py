@@ -221,6 +221,7 @@ class Flusher:
     ) -> None:
         self.is_second: Callable[[float], Coroutine[Any, Any, bool]] | None = None  # see `Seat.is_second`
         self.clear: Callable[[str, str], Coroutine[Any, Any, None]] | None = None  # what others keep of a key, first
+        self.may_send: Callable[[str], None] = lambda bucket: None  # raises if another node may act in this one's place
         self._store, self._buckets, self._clock, self._chance, self._workers = store, buckets, clock, chance, workers
         self._lock, self._commit, self._flush_soon, self._cleaned = lock, commit, flush_soon, cleaned
         self._node_id, self._capacity_bytes, self._found_bad = node_id, capacity_bytes, found_bad
@@ -281,6 +282,8 @@ class Flusher:
         debt = of.debts.get(key) if of is not None else None
         if debt is None or debt.note.seq != seq:
             raise Superseded
+        if left:
+            self.may_send(bucket)
         before, debt.left = debt.left, left
         return before
 
@@ -475,6 +478,7 @@ class Flusher:
             if flight.unwanted:
                 raise Superseded
             check_flushes(self._store.volume_at(name, key), f"{name}/{key}")
+            self.may_send(name)
             destination = Destination(
                 served.bucket,
                 served.backend,

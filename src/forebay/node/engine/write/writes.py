@@ -456,6 +456,12 @@ class Writes:
             log.warning("%s/%s was given up: no backend has it as it was here", bucket, key)
             await self.commit(Delete(bucket, key, durable=True))
 
+    async def forget(self, bucket: str, key: str) -> None:
+        """Forget the object and what it owes: others have taken it over."""
+        async with self.lock(bucket, key):
+            await self._owes.stop_key(bucket, key)
+            await self.commits.commit(Delete(bucket, key, durable=True))
+
     async def _check_delete(self, served: Served, call: DeleteCall) -> ObjectInfo | None:
         """The object to delete, if the call has conditions."""
         if call.if_match is None and call.if_size_bytes is None and call.if_modified_s is None:

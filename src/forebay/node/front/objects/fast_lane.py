@@ -69,7 +69,7 @@ class Lane:
         clock: clocks.Clock,
     ) -> None:
         self._reads = reads
-        self._lookup = store.lookup
+        self._store, self._lookup = store, store.lookup
         self._link = link
         self._touched = link.touched_whole
         self._counts = reads.counts
@@ -111,6 +111,7 @@ class Lane:
             record is None
             or record.head.startswith(b"x-")  # with what only some are told
             or not may_serve(record.state, record.checked_s, bucket.freshness_s, self._wall_s())
+            or (bucket.copies > 1 and bucket.is_kept_twice and not self._store.acts())
         ):
             return False
         inline = record.inline
