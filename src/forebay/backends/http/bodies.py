@@ -64,8 +64,8 @@ class Threads:
 class Exchange:
     """One request and its answer. Steps run one after another, each in a thread of `threads`."""
 
-    def __init__(self, threads: Threads) -> None:
-        self.connection: http.client.HTTPConnection | None = None
+    def __init__(self, threads: Threads, connection: http.client.HTTPConnection | None = None) -> None:
+        self.connection = connection
         self._threads = threads
         self._lock = threading.Lock()
         self._busy = self._given_up = False
@@ -84,15 +84,22 @@ class Exchange:
 
     def close(self) -> None:
         """End the exchange without its answer. May be called twice."""
-        with self._lock:
-            self._given_up = True
-            if not self._busy:
+        if not self.stop():
+            with self._lock:
+                self._given_up = True
                 self._close()
-                return
+
+    def stop(self) -> bool:
+        """As `close`, if a step is under way; else False, and the connection is whole."""
+        with self._lock:
+            if not self._busy:
+                return False
+            self._given_up = True
             sock = self.connection.sock if self.connection is not None else None
             if sock is not None:
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(sock, socket.SHUT_RDWR)  # SSLSocket's own would drop its state under us
+            return True
 
     def _stepped(self, _: Future[ResultT]) -> None:
         with self._lock:

@@ -416,7 +416,7 @@ class Wire:
 
 
 class WireFetch:
-    """A body that comes through a thread."""
+    """A body that comes through a thread. Closing it waits for no thread: one that still reads ends the connection."""
 
     def __init__(
         self,
@@ -430,6 +430,7 @@ class WireFetch:
     ) -> None:
         self.info, self.start, self.end = info, start, end
         self._wire, self._connection, self._answer, self._what = wire, connection, answer, what
+        self._exchange = bodies.Exchange(wire._threads, connection)
         self._open = True
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -437,7 +438,7 @@ class WireFetch:
         try:
             while got_bytes < self.end - self.start and self._open:
                 try:
-                    chunk = await self._wire.run(functools.partial(self._answer.read1, CHUNK_BYTES))
+                    chunk = await self._exchange.step(functools.partial(self._answer.read1, CHUNK_BYTES))
                 except (OSError, ValueError, http.client.HTTPException) as error:
                     raise Unavailable(f"{self._what}: the body broke off ({error!r}): read the rest again") from error
                 if not chunk:
@@ -450,8 +451,9 @@ class WireFetch:
     async def aclose(self) -> None:
         if self._open:
             self._open = False
-            with contextlib.suppress(OSError):
-                self._wire._release(self._connection, self._answer)
+            if not self._exchange.stop():
+                with contextlib.suppress(OSError):
+                    self._wire._release(self._connection, self._answer)
 
 
 def _encoded(key: str) -> str:
