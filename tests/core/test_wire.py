@@ -37,6 +37,7 @@ MESSAGES = [
     wire.Dropped([7, 8]),
     wire.Report(1),
     wire.Beat(),
+    wire.Acts(12.5),
 ]
 
 

@@ -165,7 +165,7 @@ def test_a_refusal_says_what_helps(disk: Path, make_bench: Callable[..., Bench])
     writer = Writer(bench)
     kept = fill(writer, 3, State.LOCAL)
     with pytest.raises(Unavailable, match="the disk is full of what only this node has"):
-        raise owning.commit(bench.store, [writer.put("more", 9000, state=State.LOCAL)])[0]  # type: ignore[misc]
+        raise owning.commit(bench.store, [writer.put("more", limits.INLINE_BYTES_MAX, state=State.LOCAL)])[0]  # type: ignore[misc]
     empty(writer, kept, note=False)
     with pytest.raises(Unavailable, match=r"for objects up to 16 KiB only.*restart the node to give it back"):
         bench.store.free_to_write(BUCKET, "large", 8 * MIB)

@@ -31,9 +31,9 @@ _FIELDS_BYTES = 100  # of a record, beside its bytes and its head; and its entry
 _EMPTY_BYTES = 64 * PAGE_BYTES  # an almost empty environment takes this
 
 
-def small_bytes(record: Record) -> int:
-    """How many bytes an inline object takes in an index."""
-    value_bytes = len(record.inline or b"") + len(record.head) + _FIELDS_BYTES
+def small_bytes(record: Record, note_bytes: int = 0) -> int:
+    """How many bytes an inline object takes in an index; with its note of that size, in the durable one."""
+    value_bytes = len(record.inline or b"") + len(record.head) + _FIELDS_BYTES + note_bytes
     if value_bytes > _NODE_BYTES_MAX:
         return -(-(value_bytes + 16) // PAGE_BYTES) * PAGE_BYTES + _FIELDS_BYTES
     return (value_bytes + _FIELDS_BYTES) * 3 // 2  # leaves are two thirds full
@@ -224,13 +224,12 @@ class Room(NamedTuple):
             return ""
         return _PAGES if self.index_bytes + self.small_bytes + self.durable_bytes >= missing_bytes else _DISK
 
-    def refuses_small(self, taken_bytes: int, durable: bool) -> str:
-        """As `refuses_file`, for small objects that take this much in an index; `durable`: in both."""
-        if taken_bytes * (1 + durable) > self._capacity_left_bytes:
+    def refuses_small(self, taken_bytes: int, durable_bytes: int) -> str:
+        """As `refuses_file`, for small objects that take this much in the index, and that in the durable one."""
+        if taken_bytes + durable_bytes > self._capacity_left_bytes:
             return _CAPACITY
         missing_bytes = max(0, taken_bytes - self.index_bytes - self.small_bytes)
-        if durable:
-            missing_bytes += max(0, taken_bytes - self.durable_bytes)
+        missing_bytes += max(0, durable_bytes - self.durable_bytes)
         return _DISK if missing_bytes > max(0, self.free_bytes + self.file_bytes) else ""
 
 

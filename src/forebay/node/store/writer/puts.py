@@ -149,6 +149,7 @@ class _Asked:
 
     room: Room
     small_bytes: int = 0  # promised to small objects
+    durable_bytes: int = 0  # and in the durable index
 
     def promise(self, step: _Step) -> None:
         """Keep room for a put; `Unavailable` if there is none."""
@@ -158,9 +159,12 @@ class _Asked:
         if record.inline is None:
             remedy = self.room.refuses_file(record.size_bytes, here_bytes=record.size_bytes)
         else:
-            taken_bytes = small_bytes(record)
-            remedy = self.room.refuses_small(self.small_bytes + taken_bytes, step.durable)
-            self.small_bytes += 0 if remedy else taken_bytes
+            taken_bytes, durable_bytes = self.small_bytes + small_bytes(record), self.durable_bytes
+            if step.durable:
+                durable_bytes += small_bytes(record, len(msgspec.msgpack.encode(step.change.note)))
+            remedy = self.room.refuses_small(taken_bytes, durable_bytes)
+            if not remedy:
+                self.small_bytes, self.durable_bytes = taken_bytes, durable_bytes
         if remedy:
             raise no_room(volume, f"{record.size_bytes} bytes do not fit", remedy)
 
