@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from forebay.checkpoint.repository import Repository, parse_run
+from forebay.client.door import HostDoor
 from forebay.client.sync import Client
 from forebay.core import checkpoint as form
 from forebay.core.errors import Invalid
@@ -126,6 +127,32 @@ def test_what_dcp_saves_it_loads_whole_in_part_and_without_being_told_what_there
     wider = {"model": {"weight": torch.zeros(2000, 3000, dtype=torch.float64)}}
     load(node, "runs/values", wider)
     assert torch.equal(wider["model"]["weight"], state["model"]["weight"].double()), "converted, as DCP does"
+
+
+def test_many_small_tensors_are_few_requests_and_a_part_of_a_large_one_is_read_alone(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+):
+    """Over HTTP, as from another host."""
+    read: list[int] = []
+    get_into = Client.get_into
+
+    def seen(self: Client, bucket: str, key: str, buffer: Any, **more: Any) -> Any:
+        read.append(len(buffer))
+        return get_into(self, bucket, key, buffer, **more)
+
+    monkeypatch.setattr(HostDoor, "readinto", lambda *_, **__: None)
+    monkeypatch.setattr(Client, "get_into", seen)
+    state: dict[str, Any] = {f"s{n}": torch.full((1000,), float(n)) for n in range(500)}
+    state["large"] = torch.arange(10_000_000.0)  # 40 MB
+    save(node, "runs/coalesced", state)
+    small = {name: torch.zeros(1000) for name in state if name != "large"}
+    load(node, "runs/coalesced", small)
+    assert all(torch.equal(found, state[name]) for name, found in small.items())
+    assert len(read) <= 2, "500 tensors of 2 MB lie in one piece, or across the border of two"
+    read.clear()
+    load(node, "runs/coalesced", {"large": torch.zeros(10_000_000)})
+    assert len(read) <= 4, "requests of up to 16 MiB"
+    assert sum(read) <= 40_000_000 + form.PIECE_BYTES
 
 
 def test_plain_values_stand_in_the_tree_and_only_others_are_pickles(node: NodeProcess, client: Client):

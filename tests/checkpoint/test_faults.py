@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
 import threading
 import time
@@ -26,6 +27,7 @@ from forebay.torch.checkpoint.restoring import Plan
 from forebay.torch.checkpoint.saving import Save
 from tests.checkpoint.crash_trainer import fork
 from tests.checkpoint.test_ranks import ranks
+from tests.disks import mounted
 from tests.node.conftest import NodeProcess
 from tests.patience import until
 
@@ -63,6 +65,35 @@ def test_a_full_disk_is_waited_for_while_training_goes_on(tmp_path: Path):
             assert checkpoints.maybe_save(40, whole(4.0)) is not None
     finally:
         node.stop()
+
+
+def test_a_disk_that_others_fill_in_the_middle_of_a_save_is_waited_for_and_nothing_half_stays(tmp_path: Path):
+    """The disk itself says that it is full, while blobs of a save go to it."""
+    with mounted(tmp_path, "small", 400 * MIB) as disk:
+        node = NodeProcess(disk.path, "--fronts", "1")
+        node.start()
+        try:
+            with Client(node.endpoint) as client, saver(node, "here/run") as checkpoints:
+                client.bucket_put(Bucket("here", LOCAL_URL, write="local"))
+                checkpoints.save(1, whole(1.0), wait=True)
+                others = disk.path / "others"
+                with others.open("wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk.path).free - 30 * MIB)
+                handle = checkpoints.save(2, {"w": torch.full((20_000_000,), 2.0)})  # 80 MB, in two blobs
+                until(lambda: handle.waiting or handle.done, "the save says that it waits")
+                assert "no room" in handle.waiting, handle
+                assert [manifest.step for manifest in checkpoints.list()] == [1]
+                others.unlink()
+                assert handle.durable().step == 2
+                found = {"w": torch.zeros(20_000_000)}
+                restored = checkpoints.restore(found)
+                assert restored is not None
+                assert (restored.step, restored.skipped) == (2, [])
+                assert found["w"].unique().tolist() == [2.0]
+                volumes = disk.path / "node" / "volumes"
+                until(lambda: not list(volumes.rglob("tmp/*")), "nothing stays of what did not fit")
+        finally:
+            node.stop()
 
 
 def test_a_save_that_is_larger_than_what_may_be_dirty_ends_on_all_ranks(node: NodeProcess, tmp_path: Path):

@@ -100,6 +100,23 @@ def test_what_is_handed_over_goes_to_the_disk_and_not_to_the_page_cache(node: No
         client.delete("here", "body")
 
 
+def test_large_tensors_of_a_blob_can_be_mapped_where_they_lie(node: NodeProcess):
+    wanted = {f"w{n}": torch.full((50_000 + 333 * n,), float(n)) for n in range(100)} | {"b": torch.ones(3)}
+    with saver(node, "runs/mapped") as checkpoints:
+        manifest = checkpoints.save(1, wanted, wait=True).durable()
+        (size_bytes,) = manifest.ranks[0].blobs
+        volumes = node.dir / "node" / "volumes"
+        (file,) = [path for path in volumes.rglob("data/*/*/*") if path.stat().st_size == size_bytes]
+        entries = [entry for entry in checkpoints.repository.index(manifest, 0).entries if entry.path != "b/"]
+        large = [entry for entry in entries if entry.size_bytes >= 64 << 10]
+        assert len(large) == 100
+        with file.open("rb") as opened:
+            for entry in large:
+                pages = mmap.mmap(opened.fileno(), entry.size_bytes, prot=mmap.PROT_READ, offset=entry.offset)
+                with pages, memoryview(pages) as view:
+                    assert bytes(view) == wanted[entry.path.split("/")[0]].numpy().tobytes()
+
+
 def cached_bytes(file: Path) -> int:
     """How much of a file is in the page cache."""
     with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as pages:

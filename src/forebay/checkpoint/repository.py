@@ -271,7 +271,7 @@ class Repository:
             "or give each its own prefix"
         )
 
-    def prune(self, keep: int, *, dry_run: bool = False) -> Pruned:
+    def prune(self, keep: int, *, dry_run: bool = False, progress: Progress = lambda done, total: None) -> Pruned:
         """Delete all but the newest `keep` checkpoints, and what saves that were cut off left behind.
 
         Never the newest one that the bucket has whole, nor newer ones: while a tier has not flushed, more stay.
@@ -286,13 +286,14 @@ class Repository:
         staying = set(sequences) - set(going)
         found = [(name, size, save) for name, size in self._objects("data/") if (save := form.save_of(name))]
         kept = self._kept({save for _, _, save in found}, staying)
+        found = [each for each in found if each[2] not in kept]
+        total_bytes = sum(size for _, size, _ in found)
         for name, size, save in found:
-            if save in kept:
-                continue
             leftovers += save.sequence not in going
             size_bytes += size
             if not dry_run:
                 self._delete(name)
+            progress(size_bytes, total_bytes)
         return Pruned(removed, leftovers, size_bytes)
 
     def _kept(self, saves: set[form.Data], staying: set[int]) -> set[form.Data]:

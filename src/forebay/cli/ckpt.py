@@ -191,6 +191,7 @@ def prune(
     run: Run,
     keep: Annotated[int, typer.Option("--keep", metavar="N", min=1, help="How many of the newest stay.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")] = False,
+    quiet: Quiet = False,
     url: Url = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -200,8 +201,8 @@ def prune(
     The newest that the bucket has whole stays, and all that are newer. With --json {"sequences", "leftovers",
     "size_bytes"}.
     """
-    with _repository(run, url) as repository:
-        pruned = repository.prune(keep, dry_run=dry_run)
+    with _repository(run, url) as repository, Progress("prune", quiet=quiet, has_rate=False) as progress:
+        pruned = repository.prune(keep, dry_run=dry_run, progress=progress.at)
     if as_json:
         show.document(pruned._asdict())
     else:
