@@ -46,12 +46,16 @@ class Balancer:
     """Sends each request to a node that says it is ready, as a load balancer does."""
 
     def __init__(self, nodes: list[NodeProcess]) -> None:
-        self.nodes, self.away = nodes, set[int]()
+        self.away = set[int]()
+        self.clients = [self.client_of(node) for node in nodes]
+
+    @staticmethod
+    def client_of(node: NodeProcess) -> object:
+        """Made in the test's own thread: boto3 walks through the environment, which a program's run changes."""
+        return boto3.client("s3", endpoint_url=node.endpoint, region_name="us-east-1", config=PATIENT)
 
     def client(self, chance: random.Random) -> object:
-        number = chance.choice([number for number in range(len(self.nodes)) if number not in self.away])
-        endpoint = self.nodes[number].endpoint
-        return boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", config=PATIENT)
+        return self.clients[chance.choice([n for n in range(len(self.clients)) if n not in self.away])]
 
 
 class Load:
@@ -118,6 +122,7 @@ def test_nodes_are_upgraded_one_by_one_and_no_request_fails(
             nodes[number] = again
             program("drain", id_of_it, "--undo")
             until(lambda again=again: is_ready(again))
+            balancer.clients[number] = balancer.client_of(again)
             balancer.away.discard(number)
             for load in loads:
                 load.requests = 0

@@ -9,6 +9,7 @@ import os
 import pickle
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ def kill(node: NodeProcess) -> None:
     children = node.children().values()
     node.process.kill()
     for pid in children:
-        os.kill(pid, 9)
+        with suppress(ProcessLookupError):  # it saw that its supervisor is gone
+            os.kill(pid, 9)
     node.process.wait()
 
 
