@@ -8,6 +8,7 @@ wait. What is left out is what takes no part in waiting for the bucket: torch, a
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 import sys
 from collections.abc import Callable
@@ -149,6 +150,8 @@ class Outage(World):
                 self.host.dead = True
                 life.loop.abandon()
         empty(self.graves)
+        self.host.clean_up()
+        shutil.rmtree(self.root, ignore_errors=True)
         self.check()
 
     async def _tell(self, life: Life) -> None:
