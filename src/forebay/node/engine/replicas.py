@@ -42,7 +42,7 @@ from forebay.node.engine.buckets import Buckets
 from forebay.node.engine.flush.flusher import Flusher
 from forebay.node.engine.kept import KeptCopies
 from forebay.node.engine.peers import Peers
-from forebay.node.engine.seat import Seat
+from forebay.node.engine.seat import Home, Seat
 from forebay.node.engine.write.writes import Writes
 from forebay.node.store.disk.notes import Note
 from forebay.node.store.reader import StoreReader
@@ -186,13 +186,10 @@ class Replicas:
             agreed = self._agreed()
             second = self._second(agreed, name)
             if second is not None:
-                home = self._seat.place_of(second)
                 try:
-                    if home is None:
-                        raise Unavailable("it is not heard of")
                     async with asyncio.timeout(PATIENCE_S):
                         await self._to_peers().clear_copy(
-                            home, ClearCopy(bucket, key, self.node_id, self.sent.number())
+                            self._home_of(second), ClearCopy(bucket, key, self.node_id, self.sent.number())
                         )
                 except (ForebayError, TimeoutError) as error:
                     self.sent.failed(second)
@@ -218,6 +215,12 @@ class Replicas:
     def _second(self, agreed: Map, name: Name) -> str | None:
         return agreed.second(self.node_id, *name) if self.node_id in agreed.holders else None
 
+    def _home_of(self, node: str) -> Home:
+        home = self._seat.place_of(node)
+        if home is None:
+            raise Unavailable(f"node {node} is not heard of")
+        return home
+
     def _to_peers(self) -> Peers:
         if self._peers is None:
             raise Unavailable("nodes with identities keep copies for each other with --peer-key: give it to every node")
@@ -242,9 +245,7 @@ class Replicas:
             await asyncio.sleep(AGAIN_S)
 
     async def _send(self, agreed: Map, second: str, name: Name, copy: _Copy) -> None:
-        home = self._seat.place_of(second)
-        if home is None:
-            raise Unavailable("it is not heard of")
+        home = self._home_of(second)
         about = msgspec.structs.replace(copy.about, number=self.sent.number(), held=agreed.held)
         await self._to_peers().keep_copy(home, *name, about, copy.body)
 
@@ -371,10 +372,7 @@ class Replicas:
                 keys = [(key, version) for (_, key), version in listed.items()]
                 under_way = sorted(key for of, key in writing if of == bucket)
                 call = CompareCopies(bucket, self.node_id, number, agreed.held, keys, under_way, after, upto)
-                home = self._seat.place_of(node)
-                if home is None:
-                    raise Unavailable(f"node {node} is not heard of")
-                for key in await self._to_peers().compare_copies(home, call):
+                for key in await self._to_peers().compare_copies(self._home_of(node), call):
                     await self._send_again(agreed, node, (bucket, key))
                 after = upto
         while not self.sent.compared(node, marked, busy):

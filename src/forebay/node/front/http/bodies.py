@@ -5,9 +5,10 @@ store's checksums), and the checksums that the client promised or requested. Byt
 they are in the CPU's cache, and written from there (`http/long_bodies.py`). Python never holds a piece of a large body
 as an object.
 
-What comes from another file's memory and is synced when it is whole goes past the page cache: the copy to there costs
-more than all else, and several times that when memory is short or in pieces (measured: 1.8 s of CPU a GB against 0.4,
-and a third of the rate). Its last bytes, and all of it where the filesystem cannot, go through the cache.
+What comes from another file's memory and is synced when it is whole goes past the page cache (measured with many large
+files under way: 1.8 s of CPU a GB through it against 0.4, and a third of the rate; why so much is not known, perhaps
+the search for large pages). Its last bytes, and all of it where the filesystem cannot, go through the cache. So who
+reads it first, a flush above all, reads from the disk.
 
 A body counts only as a whole: it must have the announced length and every promised checksum, from the headers or a
 trailer. Until `finish` says so only a nameless file exists, and `abort` removes it.
