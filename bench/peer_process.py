@@ -20,15 +20,24 @@ from bench.parts import Lab
 
 
 class PeerProcess:
-    """`program` run by `python` for `side`; what it says of errors is in a log in the lab's folder."""
+    """`program` run by `python` for `side`; what it says of errors is in a log in the lab's folder, which `log`
+    tells from another of that side."""
 
     def __init__(
-        self, lab: Lab, program: ModuleType, python: str, side: str, work: Any, env: Mapping[str, str] | None = None
+        self,
+        lab: Lab,
+        program: ModuleType,
+        python: str,
+        side: str,
+        work: Any,
+        env: Mapping[str, str] | None = None,
+        *,
+        log: str = "",
     ) -> None:
         assert program.__file__ is not None, "it is a file"
         self._command = [python, "-W", "ignore", str(Path(program.__file__).resolve()), side]
         self._side, self._work, self._env = side, work, env or {}
-        self._log = lab.dir / f"{Path(program.__file__).stem}-{side}.log"
+        self._log = lab.dir / f"{Path(program.__file__).stem}-{side}{log}.log"
         self._errors: IO[bytes]
         self._process: subprocess.Popen[str]
 
@@ -47,9 +56,10 @@ class PeerProcess:
         self._process.communicate()
         self._errors.close()
 
-    def round(self) -> dict[str, float]:
-        """What it measured in one more round. `LoadFailed` with its last words if it ended."""
-        self._send("")
+    def round(self, asked: str = "") -> dict[str, float]:
+        """What it measured in one more round, of which `asked` tells what differs. `LoadFailed` with its last words if
+        it ended."""
+        self._send(asked)
         assert self._process.stdout is not None, "it is a pipe"
         line = self._process.stdout.readline()
         if not line:

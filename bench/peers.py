@@ -293,7 +293,7 @@ def prepare(work: dict[str, Any]) -> None:
 def versions() -> dict[str, str]:
     """Of all peers that are here, by the names of their packages."""
     found = {each.name: each.version for each in importlib.metadata.distributions()}
-    return {name: found[name] for name in (*PEERS, "torch") if name in found}
+    return {name: found[name] for name in (*PEERS, "s3dlio", "torch") if name in found}
 
 
 def main() -> None:

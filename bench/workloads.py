@@ -136,6 +136,13 @@ def _first_batch(latency_s: float) -> Row:
     )
 
 
+def _accelerator(name: str, objects: Objects, few: Objects, what: str) -> Row:
+    """As MLPerf Storage has it, on a part of an accelerator: a B200 computes k times faster than what is fed here."""
+    goals = {"busy": at_least(1.0, "≥ 90 % where nginx feeds it")}
+    function = "bench.accelerator.fed:fed"
+    return Row(f"mlperf-{name}", "loader", what, function, (objects,), (few,), goals=goals, peer="nginx")
+
+
 def _cold_shards() -> Row:
     return Row(
         "first-batch-shards",
@@ -541,6 +548,18 @@ ROWS: tuple[Row, ...] = (
     _first_batch(0.0),
     _first_batch(0.020),
     _cold_shards(),
+    _accelerator(
+        "unet3d",
+        Objects("unet3d", 146_600_628, 14),
+        Objects("unet3d-few", 4_000_000, 14),
+        "an accelerator k times slower than a B200 is fed batches of 7 files of 146.6 MB ± 68 MB, warm",
+    ),
+    _accelerator(
+        "retinanet",
+        Objects("retinanet", 322_957, 2_400),
+        Objects("retinanet-few", 322_957, 240),
+        "an accelerator k times slower than a B200 is fed batches of 24 objects of 323 KB, warm",
+    ),
     Row(
         "resume",
         "resume",

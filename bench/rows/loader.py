@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,11 @@ def peers_python() -> str:
     return path
 
 
-def peers_versions() -> str:
+def peers_versions(names: Sequence[str] = (*peers.PEERS, "torch")) -> str:
     """Who is compared with, for the notes of a row."""
     told = subprocess.run([peers_python(), peers.__file__, "versions"], capture_output=True, text=True, check=True)
-    return "peers: " + ", ".join(f"{name} {version}" for name, version in json.loads(told.stdout).items())
+    found = json.loads(told.stdout).items()
+    return "peers: " + ", ".join(f"{name} {version}" for name, version in found if name in names)
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""An emulated accelerator that clients feed: the program that runs it, and its rows."""
