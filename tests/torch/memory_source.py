@@ -93,7 +93,7 @@ class MemorySource:
         form, data = form_of(key, None), self.objects[key]
         return zstandard.ZstdDecompressor().decompressobj().decompress(data) if form and form.packing else data
 
-    def members(self, bucket: str, key: str, etag: str) -> MemberIndex:
+    def members(self, bucket: str, key: str, etag: str, version: str = "") -> MemberIndex:
         data, form = self._plain(key), form_of(key, None)
         kind = form.kind if form else "tar"
         return build_members(kind, lambda start, size: data[start : start + size], len(data), version="v", etag=etag)

@@ -43,7 +43,7 @@ class Counted(MemorySource):
     def __reduce__(self) -> tuple[Any, ...]:
         return Counted, (self.objects,)
 
-    def members(self, bucket: str, key: str, etag: str) -> MemberIndex:
+    def members(self, bucket: str, key: str, etag: str, version: str = "") -> MemberIndex:
         Counted.asked.append(key)
         if key in Counted.waits:
             assert Counted.waits[key].wait(90)

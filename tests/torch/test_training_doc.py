@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import forebay
+from bench import servers
 from forebay.torch import DataLoader, ShardDataset
+from tests.backends.backend_places import s3_client
 from tests.node.conftest import NodeProcess
 from tests.torch.memory_source import numbered_shard
 from tests.torch.test_mds import written
@@ -47,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_every_block_runs(folder: Path):
-    assert len(BLOCKS) == 11, "give what was added a test"  # those of trainers have theirs in test_frameworks.py
+    assert len(BLOCKS) == 12, "give what was added a test"  # those of trainers have theirs in test_frameworks.py
     seen: list[dict[str, Any]] = []
     names: dict[str, Any] = {
         "resuming": False,
@@ -112,6 +114,28 @@ def test_a_file_says_what_a_run_began_with_and_the_next_epoch_may_take_more(fold
     with DataLoader(names["dataset"], 8, seed=1, collate=list) as more:
         more.set_epoch(state["epoch"] + 1)
         assert len({sample["cls"] for batch in more for sample in batch}) == 130
+
+
+def test_a_run_reads_what_was_overwritten_since(
+    seaweed: servers.SeaweedFS, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seaweed.create_bucket("doc-versions")
+    s3: Any = s3_client(seaweed)
+    s3.put_bucket_versioning(Bucket="doc-versions", VersioningConfiguration={"Status": "Enabled"})
+    s3.put_object(Bucket="doc-versions", Key="train/0.tar", Body=numbered_shard(0, 40))
+    node = NodeProcess(tmp_path / "node", "--fronts", "1")
+    node.start()
+    try:
+        node.add_bucket("corpus", "s3://doc-versions", freshness_s=0.0, **seaweed.options())
+        monkeypatch.setenv("FOREBAY_URL", node.endpoint)
+        names: dict[str, Any] = {"folder": tmp_path, "Path": Path, "forebay": forebay, "ShardDataset": ShardDataset}
+        for _ in range(2):
+            exec(block("versions="), names)
+            with DataLoader(names["dataset"], 8, seed=1, collate=list) as loader:
+                assert sorted(sample["cls"] for batch in loader for sample in batch) == list(range(40))
+            s3.put_object(Bucket="doc-versions", Key="train/0.tar", Body=numbered_shard(500, 10))
+    finally:
+        node.stop()
 
 
 def test_datasets_are_mixed_and_augmented_the_same_again(folder: Path):

@@ -369,9 +369,9 @@ class Client:
         """The bytes of the object, or of a range of it; see `forebay.Client.get`."""
         return (await self.run(flows.get(bucket, key, range=range, etag=etag, member=member)))[1]
 
-    async def members(self, bucket: str, key: str) -> Members:
+    async def members(self, bucket: str, key: str, *, version: str = "") -> Members:
         """The members of a shard as it is now; see `forebay.Client.members`."""
-        return await self.run(self._members.read(bucket, key))
+        return await self.run(self._members.read(bucket, key, version))
 
     async def append_member(
         self, bucket: str, key: str, name: str, data: Data, *, etag: str = "", only_new: bool = False
@@ -410,10 +410,11 @@ class Client:
         id: str | None = None,
         refresh: bool = False,
         *,
+        versions: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> Listing:
         """One listing of everything under `prefix`; see `forebay.Client.listing`."""
-        return await self.run(listing(bucket, prefix, id=id, refresh=refresh, progress=progress))
+        return await self.run(listing(bucket, prefix, id=id, refresh=refresh, versions=versions, progress=progress))
 
     def hints(self, job: str, listing: Listing) -> HintsAsync:
         """Tell the node what `job` will read; see `forebay.Client.hints`. Nothing is sent before its `future`."""

@@ -260,6 +260,8 @@ class HostDoor:
         indexes: dict[Name, MemberIndex | None] = {}
         inside: dict[int, Item] = {}  # items in members of what is missing, as ranges of their shards
         for at, item in enumerate(items):
+            if item.version:  # these are files of a bucket that has no name here
+                continue
             start, end, etag = item.start, item.end, item.etag
             name = (item.bucket, item.key)
             if item.member:

@@ -21,15 +21,28 @@ Progress = Callable[[int], None]
 
 
 def listing(
-    bucket: str, prefix: str = "", *, id: str | None = None, refresh: bool = False, progress: Progress | None = None
+    bucket: str,
+    prefix: str = "",
+    *,
+    id: str | None = None,
+    refresh: bool = False,
+    versions: bool = False,
+    progress: Progress | None = None,
 ) -> flows.Flow[Listing]:
-    """The listing of everything under a prefix. With `id` exactly that one, else `Precondition` says what changed.
+    """The listing of everything under a prefix; with `versions`, of the newest version of each object. With `id`
+    exactly that one, else `Precondition` says what changed.
 
     `progress` is called with the number of objects listed so far, every few seconds while the node is still listing.
     """
     what, since = f"the listing of {bucket}/{prefix}", ""
     while True:
-        query = (("prefix", prefix), ("id", id or ""), ("refresh", "1" if refresh else ""), ("since", since))
+        query = (
+            ("prefix", prefix),
+            ("id", id or ""),
+            ("refresh", "1" if refresh else ""),
+            ("since", since),
+            ("versions", "1" if versions else ""),
+        )
         response = yield Request("GET", with_query(encode_path("-/v1/listing", bucket), query))
         if not response.ok:
             raise flows.raised(response, what)

@@ -102,17 +102,17 @@ class MembersCache:
                 self._kept.move_to_end((bucket, key))
             return found
 
-    def read(self, bucket: str, key: str) -> flows.Flow[Members]:
-        """The members of a shard as it is now."""
-        name = (bucket, key)
+    def read(self, bucket: str, key: str, version: str = "") -> flows.Flow[Members]:
+        """The members of a shard as it is now, or of a version that its backend keeps."""
+        name = (bucket, f"{key}\0{version}" if version else key)
         with self._lock:
             found = self._kept.get(name)
             if found is not None:
                 self._kept.move_to_end(name)
-        headers = [("Accept", "application/msgpack")]
+        path, headers = encode_path("-/v1/members", bucket, key), [("Accept", "application/msgpack")]
         if found is not None and found.etag:
             headers.append(("If-None-Match", f'"{found.etag}"'))
-        response = yield Request("GET", encode_path("-/v1/members", bucket, key), tuple(headers))
+        response = yield Request("GET", with_query(path, (("version", version),)), tuple(headers))
         if response.status == 304 and found is not None:
             return found
         if not response.ok:

@@ -317,12 +317,13 @@ class Client:
         """
         return self.run(flows.get(bucket, key, range=range, etag=etag, member=member))[1]
 
-    def members(self, bucket: str, key: str) -> Members:
-        """The members of a shard as it is now. Kept, and only confirmed by the node the next time.
+    def members(self, bucket: str, key: str, *, version: str = "") -> Members:
+        """The members of a shard as it is now, or of a version that its backend keeps (its id). Kept, and only
+        confirmed by the node the next time.
 
         `Corrupt` for what is no shard, or was cut; `NotSupported` for one that the node cannot read.
         """
-        return self.run(self._members.read(bucket, key))
+        return self.run(self._members.read(bucket, key, version))
 
     def append_member(
         self, bucket: str, key: str, name: str, data: Data, *, etag: str = "", only_new: bool = False
@@ -493,14 +494,17 @@ class Client:
         id: str | None = None,
         refresh: bool = False,
         *,
+        versions: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> Listing:
         """One listing of everything under `prefix`, the same for every process that asks within the bucket's freshness.
 
         The node lists, in parallel, and keeps what it listed. With `id` exactly that listing, else `Precondition` says
         what changed; with `refresh` from a listing that begins now. `progress` hears how many objects were found.
+        With `versions` it is of the newest version that the backend keeps of each object, as it is now: `versions=` of
+        a dataset takes that. `NotSupported` where there are none.
         """
-        return self.run(listing(bucket, prefix, id=id, refresh=refresh, progress=progress))
+        return self.run(listing(bucket, prefix, id=id, refresh=refresh, versions=versions, progress=progress))
 
     def hints(self, job: str, listing: Listing) -> Hints:
         """Tell the node what `job` will read of the listing's objects: it fetches ahead, and keeps what is needed

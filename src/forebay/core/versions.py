@@ -18,7 +18,8 @@ import re
 from typing import Final
 
 from forebay.core import limits
-from forebay.core.errors import Invalid
+from forebay.core.errors import Invalid, NotSupported
+from forebay.core.types import FRESH_IMMUTABLE, Bucket
 
 ID_HEADER: Final = "x-amz-version-id"
 CURRENT: Final = "null"  # the id that means the current object here
@@ -54,3 +55,20 @@ def split_name(name: str) -> tuple[str, str]:
     """Key and version id."""
     key, _, version_id = name.rpartition("\0")
     return key, version_id
+
+
+def object_of(bucket: str, name: str) -> tuple[str, str]:
+    """Bucket and key of the object that `name` is a version of; of any other name, as they are."""
+    of = whose_versions(bucket)
+    return (of, split_name(name)[0]) if of else (bucket, name)
+
+
+def versioned(bucket: Bucket, key: str, version_id: str) -> tuple[Bucket, str]:
+    """Where a version of an object is read from. `NotSupported` if the bucket's backend has no versions."""
+    if bucket.url and not bucket.url.startswith("s3://"):
+        raise NotSupported(
+            f"bucket {bucket.name} has no S3 backend that could keep versions: leave the version out to mean the "
+            "current object"
+        )
+    name = name_of_version(key, version_id)
+    return Bucket(versions_of(bucket.name), bucket.url, FRESH_IMMUTABLE, options=bucket.options), name

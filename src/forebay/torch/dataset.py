@@ -33,6 +33,7 @@ from forebay.torch.columns import Column, Fingerprint, ListingColumns
 from forebay.torch.order import BlockShuffled, InOrder, Order, Permuted
 from forebay.torch.source import Facts, NodeSource, Patient, Source, Telling, parse_place
 from forebay.torch.switch import NodeOrBackend
+from forebay.torch.versions import Pinned
 
 OnError = Literal["raise", "skip"]
 Shuffle = bool | Literal["block"]
@@ -100,11 +101,12 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
         source: Source | None,
         keys: Sequence[str] | None = None,
         listing: Listing | bytes | None = None,
+        versions: Listing | bytes | None = None,
     ) -> None:
         if isinstance(keys, str):
             raise Invalid(f"keys={keys!r} is not a list of keys: write keys=[{keys!r}]")
-        if keys is not None and listing is not None:
-            raise Invalid("keys= and listing= both name the objects: pass one of them")
+        if sum(given is not None for given in (keys, listing, versions)) > 1:
+            raise Invalid("keys=, listing= and versions= each name the objects: pass one of them")
         if on_error not in get_args(OnError):
             raise Invalid(f"on_error={on_error!r} is not known: use 'raise' or 'skip'")
         self.place = place
@@ -114,6 +116,8 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
         self._names = tuple(began.names) if began else None if keys is None else tuple(keys)
         bucket = parse_place(place)[0]
         source = source or NodeOrBackend(NodeSource(url), bucket, direct_after_s, direct)
+        if versions is not None:
+            source = Pinned(source, parse_place(place), versions)
         self._source = Patient(source, patience_s)
         self._listing: Listing | None = None
         self._columns: ListingColumns | None = self._listed()

@@ -38,9 +38,10 @@ from forebay.core.formats.members import SNIFF_BYTES, MemberIndex, form_of
 from forebay.core.formats.members import build as build_members
 from forebay.core.messages.batch import Item
 from forebay.core.types import LOCAL_URL, Bucket, RangeSpec
+from forebay.core.versions import versioned
 
 if TYPE_CHECKING:
-    from forebay.backends.seam import Backend
+    from forebay.backends.seam import Backend, Fetch
 
 PARALLEL = 32  # requests at once in a process: at 20 ms each, some 1,500 samples a second
 _CLOSING_S = 2.0
@@ -120,14 +121,14 @@ class DirectSource:
             raise Precondition(f"{bucket}/{prefix} is not what it was when the dataset was listed: start anew")
         return found
 
-    def members(self, bucket: str, key: str, etag: str) -> MemberIndex:
+    def members(self, bucket: str, key: str, etag: str, version: str = "") -> MemberIndex:
         """What is in a shard; reads it by its headers, 64 KiB at a time."""
-        info = self._ask(lambda reader: reader.info(key))
+        info = self._ask(lambda reader: reader.info(key, version))
         if etag and info.etag != etag:
             raise _changed(bucket, key)
 
         def read(start: int, size: int) -> bytes:
-            (value,) = self.get_many([Item(bucket, key, start, start + size, "", info.etag)])
+            (value,) = self.get_many([Item(bucket, key, start, start + size, "", info.etag, version)])
             if isinstance(value, ForebayError):
                 raise value
             data: bytes = value
@@ -176,10 +177,10 @@ class _Reader:
     """A backend and the loop it lives on, in one process."""
 
     def __init__(self, bucket: Bucket) -> None:
-        from forebay.backends.stack import open_backend  # loads obstore: only in processes that come to need it
-
         self._pid = os.getpid()
-        self._backend: Backend = open_backend(bucket, forked=_FORKED.is_set())
+        self._bucket = bucket
+        self._backend = _opened(bucket)
+        self._of_versions: Backend | None = None  # which are read by their ids
         self._room = asyncio.Semaphore(PARALLEL)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="forebay-direct", daemon=True)
@@ -204,6 +205,8 @@ class _Reader:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         await self._backend.aclose()
+        if self._of_versions is not None:
+            await self._of_versions.aclose()
         self._loop.stop()
 
     async def read_many(self, items: Sequence[Item]) -> list[bytes | ForebayError]:
@@ -215,7 +218,7 @@ class _Reader:
             span = RangeSpec(item.start, None if item.end is None else item.end - 1)
         try:
             async with self._room:
-                body = await self._backend.fetch(item.key, span)
+                body = await self._fetch(item.key, item.version, span)
                 try:
                     if item.etag and body.info.etag != item.etag:
                         return _changed(item.bucket, item.key)
@@ -227,9 +230,17 @@ class _Reader:
                 return _changed(item.bucket, item.key)
             return error
 
-    async def info(self, key: str) -> Any:
+    async def _fetch(self, key: str, version: str, span: RangeSpec | None = None) -> Fetch:
+        if not version:
+            return await self._backend.fetch(key, span)
+        bucket, name = versioned(self._bucket, key, version)
+        if self._of_versions is None:
+            self._of_versions = _opened(bucket)
+        return await self._of_versions.fetch(name, span)
+
+    async def info(self, key: str, version: str = "") -> Any:
         """What a read of the object says of it."""
-        body = await self._backend.fetch(key)
+        body = await self._fetch(key, version)
         await body.aclose()
         return body.info
 
@@ -242,6 +253,12 @@ class _Reader:
             if not page.next_after:
                 return pieces
             after = page.next_after
+
+
+def _opened(bucket: Bucket) -> Backend:
+    from forebay.backends.stack import open_backend  # loads obstore: only in processes that come to need it
+
+    return open_backend(bucket, forked=_FORKED.is_set())
 
 
 def _changed(bucket: str, key: str) -> Precondition:

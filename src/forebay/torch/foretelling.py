@@ -146,7 +146,7 @@ class Foretelling:
                     self._done = word
                     self._said_all.notify_all()
             if self.failed:
-                return
+                break
         try:
             self._hints.close()
         except ForebayError:

@@ -26,7 +26,8 @@ class ObjectDataset(Dataset):
 
     A sample is what `decode(key, data)` returns, with `data` bytes or a memoryview of them; without it, `bytes`. One
     with a parameter `epoch` is told the loader's (None without our sampler), to seed what it draws. Only keys that
-    end in one of `suffixes` count; or those in `keys`, or in `listing` if nothing of it has changed, and no others.
+    end in one of `suffixes` count; or those in `keys`, or in `listing` if nothing of it has changed, and no others; or
+    the versions in `versions` (of `Client.listing(…, versions=True)`), whatever has changed.
     `on_error`: 'raise', or 'skip' what is missing or cannot be decoded. `patience_s`: how long to wait for a node
     that does not answer; after `direct_after_s` of that the bucket's backend is read instead, where it can be (None:
     never), and `direct` says how (`{"url": "s3://…", …options…}`) where what the node says of the bucket does not do.
@@ -50,6 +51,7 @@ class ObjectDataset(Dataset):
         source: Source | None = None,
         keys: Sequence[str] | None = None,
         listing: Listing | bytes | None = None,
+        versions: Listing | bytes | None = None,
     ) -> None:
         super().__init__(
             place,
@@ -62,6 +64,7 @@ class ObjectDataset(Dataset):
             source=source,
             keys=keys,
             listing=listing,
+            versions=versions,
         )
         self.decode, self._with_epoch = decode, bool(parameters(decode))
         self.samples = self.listing.objects

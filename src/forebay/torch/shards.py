@@ -176,6 +176,7 @@ class ShardDataset(Dataset):
         source: Source | None = None,
         keys: Sequence[str] | None = None,
         listing: Listing | bytes | None = None,
+        versions: Listing | bytes | None = None,
     ) -> None:
         if isinstance(parts, str):
             raise Invalid(f"parts={parts!r} is not a list of extensions: write parts=[{parts!r}]")
@@ -202,6 +203,7 @@ class ShardDataset(Dataset):
             source=source,
             keys=keys,
             listing=listing,
+            versions=versions,
         )
         self._dali = self._indexes_beside()
         self._parts = Parts(self.listing.objects)

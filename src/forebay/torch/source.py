@@ -25,12 +25,13 @@ import msgspec
 from forebay.client.hinting import Hints
 from forebay.client.patience import WAITED_FOR, with_patience
 from forebay.client.sync import Client
-from forebay.core.errors import Closed, ForebayError, Invalid, NotFound, Precondition
+from forebay.core.errors import Closed, ForebayError, Invalid, NotFound, NotSupported, Precondition
 from forebay.core.formats.listing import Listing
 from forebay.core.formats.members import MemberIndex
 from forebay.core.machines.hints import HintsState
 from forebay.core.messages.batch import Item
 from forebay.core.types import Bucket, check_bucket_name
+from forebay.core.versions import whose_versions
 from forebay.ports import clock
 
 PATIENCE_S = 300.0  # a node that restarts is back in seconds, one whose machine restarts in minutes
@@ -73,8 +74,9 @@ class Source(Protocol):
         """The listing of all objects under `prefix`; with `id` that one, else `Precondition` says what changed."""
         ...
 
-    def members(self, bucket: str, key: str, etag: str) -> MemberIndex:
-        """What is in that version of a shard; `Corrupt` if it is none, or is cut short."""
+    def members(self, bucket: str, key: str, etag: str, version: str = "") -> MemberIndex:
+        """What is in a shard with that etag, or in that version of it (`Item.version`); `Corrupt` if it is none, or is
+        cut short."""
         ...
 
     def room_bytes(self, bucket: str) -> int | None:
@@ -225,8 +227,8 @@ class NodeSource:
         quota_bytes = self.settings(bucket).quota_bytes
         return room_bytes if quota_bytes is None else min(room_bytes, quota_bytes)
 
-    def members(self, bucket: str, key: str, etag: str) -> MemberIndex:
-        index = self._client.members(bucket, key).index
+    def members(self, bucket: str, key: str, etag: str, version: str = "") -> MemberIndex:
+        index = self._client.members(bucket, key, version=version).index
         if etag and index.etag != etag:
             raise Precondition(f"{bucket}/{key} changed since the dataset was listed: start anew")
         return index
@@ -252,6 +254,8 @@ class _Hints(Hints):
         except NotFound as error:
             if error.code != "NoSuchListing":
                 raise
+        if whose_versions(self.listing.bucket):
+            raise NotSupported("the node has that listing of versions no more, and objects may have newer ones by now")
         # it made room for the data: the node lists again, and has no other now
         self._client.listing(self.listing.bucket, self.listing.prefix, id=self.listing.id)
         return super().future(accesses, start, use_bytes)

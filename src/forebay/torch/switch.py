@@ -73,15 +73,15 @@ class NodeOrBackend:
         return self.__dict__ | begun
 
     def listing(self, bucket: str, prefix: str, id: str = "") -> Listing:
-        found = self._ask(
+        return self._ask(
             lambda node: node.listing(bucket, prefix, id), lambda direct: direct.listing(bucket, prefix, id)
         )
-        if self._direct is None and not self._never and self.after_s is not None:
-            self._learn()
-        return found
 
-    def members(self, bucket: str, key: str, etag: str) -> MemberIndex:
-        return self._ask(lambda node: node.members(bucket, key, etag), lambda direct: direct.members(bucket, key, etag))
+    def members(self, bucket: str, key: str, etag: str, version: str = "") -> MemberIndex:
+        return self._ask(
+            lambda node: node.members(bucket, key, etag, version),
+            lambda direct: direct.members(bucket, key, etag, version),
+        )
 
     def get_many(self, items: Sequence[Item]) -> Answers:
         return self._ask(
@@ -132,6 +132,8 @@ class NodeOrBackend:
                 return self._ask(of_node, past_it)
             return self._ask_past(past_it, error)
         self._failing_since_s, self._refused = None, ""
+        if self._direct is None and not self._never and self.after_s is not None:
+            self._learn()
         if began_s >= self._learn_at_s:
             self._learn_others(self.node)
         self._unfit = frozenset()

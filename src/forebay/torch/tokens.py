@@ -70,6 +70,7 @@ class TokenDataset(Dataset):
         source: Source | None = None,
         keys: Sequence[str] | None = None,
         listing: Listing | bytes | None = None,
+        versions: Listing | bytes | None = None,
     ) -> None:
         if dtype not in get_args(TokenType):
             raise Invalid(f"dtype={dtype!r} is not known: use one of {', '.join(get_args(TokenType))}")
@@ -87,6 +88,7 @@ class TokenDataset(Dataset):
             source=source,
             keys=keys,
             listing=listing,
+            versions=versions,
         )
         self.raw, self.straddle, self.header_bytes = raw, straddle, header_bytes
         self.transform, self._told = transform, parameters(transform, ("epoch", "index"))

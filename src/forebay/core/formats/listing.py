@@ -401,9 +401,12 @@ class Listing:
 
     def find(self, key: str) -> int | None:
         """The number of the object with this key; None if there is none. About 5 µs."""
-        wanted = key.encode()
-        at = bisect_left(range(len(self)), wanted, key=self._key)
-        return at if at < len(self) and self._key(at) == wanted else None
+        at = self.first_from(key)
+        return at if at < len(self) and self._key(at) == key.encode() else None
+
+    def first_from(self, key: str) -> int:
+        """The number of the first object whose key is this or comes after it; how many there are, if none does."""
+        return bisect_left(range(len(self)), key.encode(), key=self._key)
 
     # --- comparing ---------------------------------------------------------------------------------------------------
     def difference(self, other: Listing) -> Difference:

@@ -33,7 +33,7 @@ _OK = 200
 
 class Item(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Bytes [start, end) of an object, or of a member of a shard; end None: to its end. `etag` without quotes: only
-    that version will do."""
+    that version will do. `version`: the id of one that the backend keeps, whatever the object is now."""
 
     bucket: str
     key: str
@@ -41,6 +41,7 @@ class Item(msgspec.Struct, array_like=True, frozen=True, gc=False):
     end: int | None = None
     member: str = ""
     etag: str = ""
+    version: str = ""
 
 
 class BatchCall(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from forebay.core.errors import Invalid
 from forebay.core.formats.members import form_of
 from forebay.core.record import Record, State, is_version
 from forebay.core.types import ObjectInfo
-from forebay.core.versions import versions_of
+from forebay.core.versions import versions_of, whose_versions
 from forebay.node.store.disk.usage import VolumeUsage
 from forebay.node.store.disk.volume_threads import remove_temp
 from forebay.node.store.reader import StoreReader
@@ -77,7 +77,7 @@ class Keeping:
         try:
             if (call.body is None) == (not call.path):
                 raise Invalid("a derived object comes as a body or as a file: please report it")
-            async with self._writes.entered(call.bucket, call.key, answers=False):
+            async with self._writes.entered(whose_versions(call.bucket) or call.bucket, call.key, answers=False):
                 source = self._store.lookup(call.bucket, call.key) if call.kind != "listings" else None
                 if source is not None and not is_version(source, call.version):
                     return KeepAnswer(False)  # the source changed meanwhile: nobody will ask for this
@@ -105,17 +105,22 @@ class Keeping:
 
 
 def names_in(index: StoreReader, bucket: str, prefix: str = "", keys: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
-    """(reserved bucket, name) of committed objects derived from a bucket's, and of versions that are here: of objects
-    under `prefix`, or of exactly `keys` (then some may not exist)."""
+    """(reserved bucket, name) of committed objects derived from a bucket's, of versions that are here, and of what was
+    derived from versions: of objects under `prefix`, or of exactly `keys` (then some may not exist)."""
+    versions = versions_of(bucket)
+    of_versions = [f"{key}\0" for key in keys] or [prefix]
     for kind in DERIVED_KINDS:
         place = reserved(kind)
         if keys:
             yield from ((place, name_of(bucket, key)) for key in keys)
-            continue
-        for under in names_under(bucket, prefix):
-            yield from _scanned(index, place, under)
-    for under in [f"{key}\0" for key in keys] or [prefix]:
-        yield from _scanned(index, versions_of(bucket), under)
+        else:
+            for under in names_under(bucket, prefix):
+                yield from _scanned(index, place, under)
+        for prefixed in of_versions:
+            for under in names_under(versions, prefixed):
+                yield from _scanned(index, place, under)
+    for under in of_versions:
+        yield from _scanned(index, versions, under)
 
 
 def _scanned(index: StoreReader, place: str, under: str) -> Iterator[tuple[str, str]]:

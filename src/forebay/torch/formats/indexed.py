@@ -76,6 +76,7 @@ class IndexedShards(Dataset):
         direct: Mapping[str, str] | None = None,
         source: Source | None = None,
         listing: Listing | bytes | None = None,
+        versions: Listing | bytes | None = None,
     ) -> None:
         self.decode, self.transform, self._with_epoch = dict(decode or {}), transform, bool(parameters(transform))
         super().__init__(
@@ -88,6 +89,7 @@ class IndexedShards(Dataset):
             direct=direct,
             source=source,
             listing=listing,
+            versions=versions,
         )
         self._shards = self._indexed()
         self._counts: Column = np.asarray([shard.samples for shard in self._shards], np.int64)

@@ -83,6 +83,7 @@ class ParquetDataset(Dataset):
         source: Source | None = None,
         keys: Sequence[str] | None = None,
         listing: Listing | bytes | None = None,
+        versions: Listing | bytes | None = None,
     ) -> None:
         _pyarrow("parquet")
         if isinstance(columns, str) or (columns is not None and not columns):
@@ -106,6 +107,7 @@ class ParquetDataset(Dataset):
             source=source,
             keys=keys,
             listing=listing,
+            versions=versions,
         )
         self._ends_at: Column = np.zeros(self.listing.objects, np.int64)  # where each file's own end begins
         self._groups = list(self._read_ends())

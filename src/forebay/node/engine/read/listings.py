@@ -16,6 +16,10 @@ A write through this node makes the listings of its key stale at once, whatever 
 writes. Local buckets are listed anew for every asker, from the index. The index, and backends that cannot start at an
 arbitrary key, are listed page after page.
 
+The versions of a bucket's objects (`core/versions.py`) are listed as the backend has them now, for every asker anew:
+whoever asks wants to keep what there is. Where this node has writes that the backend does not, it refuses: they have no
+version yet.
+
 Invariants. (1) At most one listing of a (bucket, prefix) is under way. (2) A listing is given out only while the
 bucket is the place that was listed. (3) An asker never gets a listing that began before the moment it needs.
 """
@@ -29,10 +33,11 @@ from collections import OrderedDict
 from concurrent.futures import Executor
 
 from forebay.core import limits
-from forebay.core.errors import ForebayError, Invalid, NotFound, Precondition
+from forebay.core.errors import ForebayError, Invalid, NotFound, NotSupported, Precondition
 from forebay.core.formats.listing import Listing, ListingCall, ListingPartCall, ListingState, build, derived_key
 from forebay.core.messages.calls import ListCall
 from forebay.core.types import FRESH_IMMUTABLE, ListPage
+from forebay.core.versions import whose_versions
 from forebay.node.engine.buckets import Buckets, Served
 from forebay.node.engine.read.pages import Pages
 from forebay.node.engine.read.parallel_listing import HANDS, Survey
@@ -79,7 +84,7 @@ class Listings:
     async def ask(self, call: ListingCall) -> ListingState:
         """The listing, or after WAIT_S the listing's progress. `Precondition` if it is not the one that `call.id`
         names."""
-        served = await self._buckets.get(call.bucket)
+        served = await self._served(call)
         now_s = self._clock.wall_s()
         since_s = call.since_s if 0 < call.since_s <= now_s else now_s - _age_max_s(served, call.refresh)
         try:
@@ -92,6 +97,24 @@ class Listings:
         if call.id and call.id != state.id:
             raise await self._changed(call, state)
         return state
+
+    async def _served(self, call: ListingCall) -> Served:
+        """What is listed: a bucket, or the versions of its objects."""
+        of = whose_versions(call.bucket)
+        if not of:
+            return await self._buckets.get(call.bucket)
+        current = await self._buckets.get(of)
+        if current.backend.scheme != "s3":
+            raise NotSupported(
+                f"bucket {of} is not on S3, and no other backend's versions are read here: name the objects by "
+                "listing=, which says what has changed"
+            )
+        if current.bucket.write == "back" and (await self._pages.owed(current.bucket, call.prefix, "")):
+            raise Precondition(
+                f"the backend of {of} does not have all that was written under {call.prefix!r} yet, so that has no "
+                f"version: run `forebay flush {of}/{call.prefix}`, then ask again"
+            )
+        return await self._buckets.readable(call.bucket, "")
 
     async def _since(self, served: Served, prefix: str, since_s: float) -> ListingState:
         """The newest listing, one that began at `since_s` or later."""
@@ -125,12 +148,16 @@ class Listings:
     def _begin(self, served: Served, prefix: str) -> _UnderWay:
         name = (served.bucket.name, prefix)
 
+        versions = bool(whose_versions(served.bucket.name))
+
         async def page(after: str, limit: int) -> ListPage:
+            if versions:  # nobody owes one
+                return await served.backend.list_page(prefix, "", after, limit)
             found = await self._pages.page(served, ListCall(name[0], prefix, "", after, limit))
             await asyncio.sleep(0)  # an index or a memory never waits
             return found
 
-        alone = served.bucket.write == "local" or served.backend.scheme in ONE_BY_ONE
+        alone = versions or served.bucket.write == "local" or served.backend.scheme in ONE_BY_ONE
         survey = Survey(page, prefix, hands=1 if alone else HANDS)
         begun = self._under_way[name] = _UnderWay(self._clock.wall_s(), served, survey)
         begun.done = asyncio.create_task(self._list(begun, prefix))
@@ -219,7 +246,7 @@ class Listings:
 
     async def _changed(self, call: ListingCall, state: ListingState) -> Precondition:
         """The error for an asker who wants another listing than the current one."""
-        place = f"{call.bucket}/{call.prefix}"
+        place = f"{whose_versions(call.bucket) or call.bucket}/{call.prefix}"
         try:
             old = await self.load(call.bucket, call.prefix, call.id)
             new = await self.load(call.bucket, call.prefix, state.id)
@@ -243,6 +270,6 @@ class Listings:
 
 def _age_max_s(served: Served, refresh: bool) -> float:
     """How long ago the listing may have begun."""
-    if refresh or served.bucket.write == "local":
+    if refresh or served.bucket.write == "local" or whose_versions(served.bucket.name):
         return 0.0
     return min(served.bucket.freshness_s, FRESH_IMMUTABLE)

@@ -93,7 +93,6 @@ class _Answer:
         self._reads, self._store = batches.sources.reads, batches.sources.store
         self._counts = self._reads.counts
         self._exchange = exchange
-        self._items = call.items
         self._form: Form = TarForm() if call.format == "tar" else FrameForm()
         self._plan = BatchPlan(batches.sources, identity, self._form, call.items)
         self._total = 0  # bytes of the answer, as far as it is known
@@ -280,7 +279,7 @@ class _Answer:
     # --- steps that wait ---------------------------------------------------------------------------------------------
     async def _slow(self, position: int) -> None:
         """One step that does not go into the buffer as it is."""
-        step, item = self._plan.steps[position], self._items[position]
+        step, item = self._plan.steps[position], self._plan.items[position]
         if type(step) is bytes:
             await self._add(step)
         elif type(step) is Packed:

@@ -16,6 +16,7 @@ import tarfile
 from forebay.core.errors import ForebayError
 from forebay.core.messages import batch
 from forebay.core.messages.batch import FRAME, Item
+from forebay.core.versions import object_of
 from forebay.node.front.http.requests import status_of
 
 _BLOCK_BYTES = 512
@@ -65,7 +66,8 @@ Form = FrameForm | TarForm
 
 
 def _name(item: Item) -> str:
-    return f"{item.key}/{item.member}" if item.member else item.key
+    _, key = object_of(item.bucket, item.key)
+    return f"{key}/{item.member}" if item.member else key
 
 
 def _header(name: str, size: int, modified_s: float, comment: str = "") -> bytes:

@@ -5,6 +5,9 @@ here (a hit), finished bytes (a known error), a member that must be unpacked, or
 members of each shard are located, once per shard; then most members are ranges like others, of the version whose layout
 is known. If the engine need not be asked, `total` is the length of the answer.
 
+An item that names a version (`core/versions.py`) is one of the bucket that versions are in, from here on. Who may read
+the bucket itself may read that.
+
 A plan holds records and small objects, but no leases: sending may take long, and a held lease is space that cannot be
 freed.
 
@@ -18,6 +21,8 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
+import msgspec
+
 from forebay.core import limits
 from forebay.core.access import Identity
 from forebay.core.errors import Denied, ForebayError, NotSupported, Precondition
@@ -26,6 +31,7 @@ from forebay.core.messages import batch
 from forebay.core.messages.batch import FRAME, Item
 from forebay.core.record import Record, is_version
 from forebay.core.types import Bucket, check_key
+from forebay.core.versions import object_of, versioned
 from forebay.node.front.batch.forms import Form
 from forebay.node.front.http.auth import Auth
 from forebay.node.front.objects.reads import Reads
@@ -98,11 +104,12 @@ class Sources(NamedTuple):
 
 
 class BatchPlan:
-    """The steps of one batch, once `make` has returned. `failed`: how many of them are errors; `brought`: shards that
-    were not here."""
+    """The steps of one batch, once `make` has returned, and the items as they are read. `failed`: how many of the steps
+    are errors; `brought`: shards that were not here."""
 
     def __init__(self, sources: Sources, identity: Identity, form: Form, items: list[Item]) -> None:
         self.steps: list[Step] = []
+        self.items = items
         self.total = 0  # bytes of the answer, as far as they are known
         self.failed = 0
         self.packed = False
@@ -110,16 +117,31 @@ class BatchPlan:
         self._sources = sources
         self._identity = identity
         self._form = form
-        self._items = items
+        self._versions: dict[tuple[str, str], Bucket | ForebayError] = {}  # where versions are read, as items name it
         self._readable: dict[str, Bucket] = {}  # of these the caller may read everything
         self.denied: dict[tuple[str, str], Denied] = {}  # by bucket and key
         self._shards: dict[tuple[str, str], Shard | ForebayError] = {}
 
     async def make(self) -> None:
         """Decide. What is wrong with an item becomes its step; nothing is raised."""
-        if any(item.member for item in self._items):
+        if any(item.version for item in self.items):
+            self.items = list(map(self._of_version, self.items))
+        if any(item.member for item in self.items):
             await self._find_shards()
         await self._take_steps()
+
+    def _of_version(self, item: Item) -> Item:
+        """The item as what it names is called here. What is wrong with it is found out when that is looked up."""
+        if not item.version:
+            return item
+        name = (item.bucket, f"{item.key}\0{item.version}")
+        try:
+            bucket, key = versioned(self._bucket(item.bucket, item.key), check_key(item.key), item.version)
+            name = (bucket.name, key)
+            self._versions[name] = bucket
+        except ForebayError as error:
+            self._versions[name] = error
+        return msgspec.structs.replace(item, bucket=name[0], key=name[1], version="")
 
     def questions(self) -> list[int]:
         """The positions of the items that must be asked for."""
@@ -127,7 +149,7 @@ class BatchPlan:
 
     async def _find_shards(self) -> None:
         """Where the members of all shards are that are named, several shards at a time."""
-        names = dict.fromkeys((item.bucket, item.key) for item in self._items if item.member)
+        names = dict.fromkeys((item.bucket, item.key) for item in self.items if item.member)
         turns = asyncio.Semaphore(SHARDS_AT_ONCE)
 
         async def find(name: tuple[str, str]) -> None:
@@ -151,7 +173,7 @@ class BatchPlan:
         steps, room = self.steps, limits.BATCH_BYTES_MAX
         inline_left = INLINE_BYTES_KEPT_MAX
         total = 0
-        for item in self._items:
+        for item in self.items:
             name = (item.bucket, item.key)
             at = known.get(name)
             if at is None:
@@ -272,6 +294,11 @@ class BatchPlan:
 
     def _bucket(self, name: str, key: str) -> Bucket:
         """The bucket of a key that the caller may read."""
+        versions = self._versions.get((name, key))
+        if versions is not None:
+            if isinstance(versions, ForebayError):
+                raise versions
+            return versions
         found = self._readable.get(name)
         if found is None:
             found, auth = self._sources.reads.bucket(name), self._sources.auth
@@ -284,6 +311,7 @@ class BatchPlan:
 def changed(item: Item) -> Precondition:
     """The error for an item whose version is another now."""
     return Precondition(
-        f"{item.bucket}/{item.key} is not the version {item.etag!r} any more: read its current state, and decide anew",
+        f"{'/'.join(object_of(item.bucket, item.key))} is not the version {item.etag!r} any more: read its current "
+        "state, and decide anew",
         code="PreconditionFailed",
     )

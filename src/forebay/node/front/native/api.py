@@ -30,6 +30,7 @@ from forebay.core.metrics import Snapshot, of_buckets, render
 from forebay.core.pages import after_prefix
 from forebay.core.record import Record, State
 from forebay.core.types import Bucket, check_bucket_name, check_key
+from forebay.core.versions import versioned
 from forebay.node.front.batch.batches import Batches
 from forebay.node.front.door import Door
 from forebay.node.front.http.auth import Auth
@@ -243,8 +244,11 @@ class Native:
         return self._shards
 
     def _members(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
-        bucket = self._reads.bucket(taken["bucket"])
-        self._members_of_shards.index(request, exchange, bucket, check_key(taken["key"]))
+        bucket, key = self._reads.bucket(taken["bucket"]), check_key(taken["key"])
+        version_id = decode_query(request.query).get("version", "")
+        if version_id:
+            bucket, key = versioned(bucket, key, version_id)
+        self._members_of_shards.index(request, exchange, bucket, key)
 
     def _member_append(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
         bucket = self._reads.bucket(taken["bucket"])

@@ -17,6 +17,7 @@ from forebay.core import limits
 from forebay.core.access import Identity
 from forebay.core.errors import Invalid, NotFound
 from forebay.core.machines.hints import HintsAtCall, HintsCall, HintsNamed, HintsState
+from forebay.core.versions import whose_versions
 from forebay.node.front.http.auth import Auth
 from forebay.node.front.http.requests import Exchange, Request, decode_query
 from forebay.node.front.native.arguments import JSON, encode
@@ -43,7 +44,7 @@ class HintAnswers:
         if told.job != job:
             raise Invalid(f"the path names the job {job!r} and the body {told.job!r}: make them the same")
         identity = self._auth.bearer(request)
-        self._auth.require(identity, "read", told.bucket, told.prefix)
+        self._auth.require(identity, "read", whose_versions(told.bucket) or told.bucket, told.prefix)
         exchange.spawn(self._answer(exchange, "hints", self._owned(told, identity)))
 
     def at(self, request: Request, exchange: Exchange, job: str) -> None:
@@ -66,7 +67,7 @@ class HintAnswers:
                 if verb != "hints_close":
                     raise
             else:
-                self._auth.require(identity, "read", state.bucket, state.prefix)
+                self._auth.require(identity, "read", whose_versions(state.bucket) or state.bucket, state.prefix)
         await self._answer(exchange, verb, arguments)
 
     def _owned(self, arguments: Any, identity: Identity) -> Any:

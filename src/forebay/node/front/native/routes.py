@@ -64,6 +64,7 @@ _LISTING = (
     Parameter("id", "Exactly this listing, else 412 says what changed."),
     Parameter("refresh", "1: list now, whatever the freshness.", "boolean"),
     Parameter("since", "A listing that began at this Unix time or later will do; `since_s` of the 202 before."),
+    Parameter("versions", "1: the newest version of each object; a key is then KEY, NUL, and its id.", "boolean"),
 )
 _POSITION = (Parameter("position", "How many accesses the job has consumed.", "integer"),)
 _REVALIDATE = (Parameter("revalidate", "1: ask the backend now, whatever the freshness.", "boolean"),)
@@ -72,6 +73,7 @@ _MEMBERS = (
     Parameter("format", "`msgpack`: the index as the client reads it, whole; `json`: a page."),
     Parameter("first", "Of a page of JSON: the number of the first member; `next` of the page before.", "integer"),
     Parameter("limit", "At most so many members in a page, up to 10,000.", "integer"),
+    Parameter("version", "The id of a version that the backend keeps, instead of the object as it is now."),
 )
 _LOST = (
     Parameter("prefix", "Only keys that start with it."),

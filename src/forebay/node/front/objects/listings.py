@@ -16,6 +16,7 @@ import msgspec
 from forebay.core import limits
 from forebay.core.errors import Invalid, NotFound, Unavailable
 from forebay.core.formats.listing import MEDIA_TYPE, ListingCall, ListingPartCall, ListingState, derived_key
+from forebay.core.versions import versions_of
 from forebay.node.front.http.requests import Exchange, decode_query, header_line
 from forebay.node.outcomes import Call
 from forebay.node.store.derived import Derived
@@ -38,6 +39,8 @@ class ListingAnswers:
         if not _SECONDS.fullmatch(since):
             raise Invalid("since is not a time in seconds: send what the answer before said, or leave it out")
         refresh = query.get("refresh", "") in ("1", "true")
+        if query.get("versions", "") in ("1", "true"):
+            bucket = versions_of(bucket)
         call = ListingCall(bucket, query.get("prefix", ""), query.get("id", ""), refresh, float(since))
         exchange.spawn(self._answer(exchange, call))
 

@@ -53,6 +53,7 @@ from forebay.core.formats.members import SNIFF_BYTES, Form, Member, MemberIndex,
 from forebay.core.formats.zipdir import STORED
 from forebay.core.record import Record, is_version, own_version
 from forebay.core.types import Bucket, RangeSpec
+from forebay.core.versions import object_of
 from forebay.node.front.http.requests import Exchange
 from forebay.node.front.link import Link
 from forebay.node.front.objects.arriving_bytes import Arriving, check_same
@@ -269,8 +270,7 @@ class Shards:
         self.builds += 1
         self._reads.counts.shard_indexes += 1
         began_s = self._clock.monotonic_s()
-        form = form_of(key, None) or form_of(key, await self._range(bucket, key, record, 0, SNIFF_BYTES))
-        assert form is not None, "the first bytes always tell"
+        form = await self._form(bucket, key, record)
         if form.kind == "tar" or form.packing:
             await self._fetch(bucket, key, record, form)
         if form.packing:
@@ -282,6 +282,14 @@ class Shards:
         log.debug("%s/%s has %d members, found out in %.3f s", bucket, key, len(index), took_s)
         await self._derived.keep("members", bucket, key, record.version, await self._in_worker(index.encode))
         return index
+
+    async def _form(self, bucket: str, key: str, record: Record) -> Form:
+        """By its name, else by its first bytes."""
+        form = form_of(object_of(bucket, key)[1], None)
+        if form is None:
+            form = form_of(key, await self._range(bucket, key, record, 0, SNIFF_BYTES))
+        assert form is not None, "the first bytes always tell"
+        return form
 
     async def _read_index(self, bucket: str, key: str, record: Record, form: Form) -> MemberIndex:
         async with self._source(bucket, key, record) as source:
@@ -409,8 +417,7 @@ class Shards:
         return found
 
     async def _unpack_again(self, bucket: str, key: str, record: Record) -> None:
-        form = form_of(key, None) or form_of(key, await self._range(bucket, key, record, 0, SNIFF_BYTES))
-        assert form is not None, "the first bytes always tell"
+        form = await self._form(bucket, key, record)
         async with self._claim("plain", bucket, key, record) as alone:
             while not alone.held and not self._has_plain(bucket, key, record):
                 await alone.wait()

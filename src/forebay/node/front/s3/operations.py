@@ -35,6 +35,7 @@ from forebay.core.errors import ForebayError, Invalid, NotSupported
 from forebay.core.messages.calls import BucketNamed, ListCall, Nothing, ObjectNamed, StatCall, UploadsCall
 from forebay.core.s3rules.names import Addressing
 from forebay.core.types import CLAIM_QUERY, OWED_QUERY, UPLOADS_QUERY, Bucket, RangeSpec, check_key
+from forebay.core.versions import versioned
 from forebay.node.front.http.auth import PEER_NAME, Auth
 from forebay.node.front.http.bodies import Incoming
 from forebay.node.front.http.requests import (
@@ -60,7 +61,6 @@ from forebay.node.front.s3.unserved import (
     OBJECT_SUBRESOURCES,
     refuse,
     version_asked,
-    versioned,
 )
 from forebay.node.front.s3.uploads import UploadsApi, parse_uploads
 from forebay.node.front.s3.write import Objects

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from forebay.core.errors import Invalid, NotSupported
-from forebay.core.types import FRESH_IMMUTABLE, Bucket
-from forebay.core.versions import CURRENT, name_of_version, versions_of
+from forebay.core.versions import CURRENT
 from forebay.node.front.http.requests import Request
 
 # fmt: off
@@ -55,14 +54,3 @@ def version_asked(query: dict[str, str]) -> str:
         raise Invalid("Version id cannot be the empty string", code="InvalidArgument")
     del query["versionId"]
     return version_id
-
-
-def versioned(bucket: Bucket, key: str, version_id: str) -> tuple[Bucket, str]:
-    """Where that version is read from (`core/versions.py`). `NotSupported` if the backend has no versions."""
-    if bucket.url and not bucket.url.startswith("s3://"):
-        raise NotSupported(
-            f"bucket {bucket.name} has no S3 backend that could keep versions: leave versionId out to mean the current "
-            "object"
-        )
-    name = name_of_version(key, version_id)
-    return Bucket(versions_of(bucket.name), bucket.url, FRESH_IMMUTABLE, options=bucket.options), name

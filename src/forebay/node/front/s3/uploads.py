@@ -43,6 +43,7 @@ from forebay.core.messages.calls import (
 )
 from forebay.core.pages import after_prefix, start_of_marker
 from forebay.core.types import Bucket, check_key
+from forebay.core.versions import versioned
 from forebay.node.front.http.auth import Auth, Caller
 from forebay.node.front.http.bodies import Incoming
 from forebay.node.front.http.checksums import ALGORITHMS, HEADERS
@@ -51,7 +52,6 @@ from forebay.node.front.objects.object_headers import refuse_unserved, write_con
 from forebay.node.front.objects.puts import Puts
 from forebay.node.front.objects.upload_calls import create_call, part_number, send_part
 from forebay.node.front.s3.listing import OWNER
-from forebay.node.front.s3.unserved import versioned
 from forebay.node.front.s3.write import copy_source, source_conditions
 from forebay.node.front.s3.xml import CONTENT_TYPE, document, element, escape, malformed, parse, read, timestamp
 from forebay.node.outcomes import Call

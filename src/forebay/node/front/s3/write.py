@@ -24,6 +24,7 @@ from forebay.core.messages.calls import BucketNamed, CopyCall, DeleteCall, Writt
 from forebay.core.s3rules.conditions import parse_http_date
 from forebay.core.s3rules.names import decode_path
 from forebay.core.types import Bucket, check_bucket_name, check_key
+from forebay.core.versions import versioned
 from forebay.node.front.http.auth import Auth, Caller
 from forebay.node.front.http.bodies import Incoming
 from forebay.node.front.http.checksums import HEADERS, check_algorithm
@@ -38,7 +39,7 @@ from forebay.node.front.objects.object_headers import (
 )
 from forebay.node.front.objects.puts import Puts
 from forebay.node.front.s3 import errors
-from forebay.node.front.s3.unserved import BUCKET_SUBRESOURCES, OBJECT_SUBRESOURCES, refuse, version_asked, versioned
+from forebay.node.front.s3.unserved import BUCKET_SUBRESOURCES, OBJECT_SUBRESOURCES, refuse, version_asked
 from forebay.node.front.s3.xml import CONTENT_TYPE, document, element, malformed, parse, read, readable, timestamp
 from forebay.node.outcomes import Call
 
