@@ -22,7 +22,6 @@ from forebay.core.formats.listing import Listing, build, pack
 from forebay.core.formats.members import MemberIndex
 from forebay.core.types import ListEntry
 from forebay.torch import BatchSampler, DataLoader, ShardDataset
-from forebay.torch.dataset import Held
 from forebay.torch.order import Windows, shuffled_blocks
 from forebay.torch.source import Facts
 from tests.core.archives import tar_of
@@ -139,7 +138,7 @@ def test_the_order_of_the_first_epoch_is_the_same_in_every_release():
 def windows(counts: list[int], asked: list[int], window: int = 0, before: int = 0) -> Windows:
     blocks, ends = shuffled_blocks([10] * len(counts), 40, 7, 3)
 
-    def count(wanted: Any, _: Any) -> Any:
+    def count(wanted: Any) -> Any:
         asked.extend(wanted.tolist())
         return np.asarray(counts)[wanted]
 
@@ -318,10 +317,8 @@ def test_later_epochs_are_shuffled_over_all_samples(many: Counted, closing: list
 
 # --- a node that holds little ----------------------------------------------------------------------------------------
 @pytest.mark.usefixtures("small_windows")
-@pytest.mark.parametrize(
-    ("room", "windows", "held"), [(20_000, 3, Held.ALONE), (165_000, 4, Held.SOME), (None, 5, Held.ALL)]
-)
-def test_no_more_is_counted_ahead_than_the_node_can_hold(many: Counted, room: int | None, windows: int, held: Held):
+@pytest.mark.parametrize(("room", "windows"), [(20_000, 3), (165_000, 4), (None, 5)])
+def test_no_more_is_counted_ahead_than_the_node_can_hold(many: Counted, room: int | None, windows: int):
     many.room = room
     dataset = dataset_of(many)
     order = BatchSampler(dataset, 4, shuffle=True).schedule.order(0)
@@ -330,44 +327,44 @@ def test_no_more_is_counted_ahead_than_the_node_can_hold(many: Counted, room: in
     until(lambda: not [thread for thread in threading.enumerate() if thread.name == "forebay-count"])
     found = {int(key[6:9]) for key in Counted.asked}
     assert found == {block % SHARDS for window in range(windows) for block in order.of_window(window).tolist()}
-    assert dataset.held(order.blocks, order.ends) is held
+    assert order.is_tight is (room is not None)
 
 
-@pytest.mark.usefixtures("small_windows")
-@pytest.mark.parametrize("room", [165_000, None])
-def test_of_windows_of_which_some_fit_the_node_nothing_is_told_before_all_is_counted(
-    many: Counted, closing: list[DataLoader], room: int | None
-):
-    said: list[bool] = []
-
-    def tell(verb: str) -> None:
-        said.append(dataset.counted)
-
-    def make(job: str, listing: Listing) -> Node:
-        node = Node(job, listing)
-        node.fail = tell
-        return node
-
-    many.room, many.told = room, make
-    dataset = dataset_of(many)
-    loader = DataLoader(dataset, 4, seed=1, shuffle=True)
-    closing.append(loader)
-    batches = iter(loader)
-    next(batches)
-    if room is None:
-        until(lambda: said)
-        assert not said[0]
-        return
-    list(batches)
-    next(iter(loader))
-    assert said, "the second epoch begins when the node knows of it"
-    assert all(said)
+def test_what_is_still_read_takes_room_from_what_is_looked_at_ahead():
+    blocks, ends = np.arange(8), np.arange(1, 9)  # a window a block, of five samples
+    asked: list[tuple[int, list[int]]] = []
+    order = Windows(
+        blocks,
+        ends,
+        lambda some: np.full(len(some), 5),
+        lambda some, inner: some * 5 + inner,
+        7,
+        0,
+        counted=lambda some: not len(some),
+        ahead=lambda some: asked.append((order.next_window - 1, some.tolist())),
+        fits=np.minimum(ends + 2, 8),  # three of them
+    )
+    order.coming = lambda position, window: asked.append((-position, [-window]))
+    order.reach(1)
+    assert asked == [(0, [0]), (0, [1, 2])]
+    order.given(3)  # window 0 is still read
+    order.reach(6)
+    order.reach(11)
+    assert asked[2:] == [(-3, [0]), (1, [2])], "with windows 0 to 2 there is no room for another"
+    asked.clear()
+    order.given(4)
+    assert asked == []
+    order.given(5)
+    assert asked == [(-5, [-1]), (2, [3])], "window 0 was given out"
+    order.given(None)
+    assert asked[2:] == [(-10, [-2]), (2, [3, 4])]
 
 
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_node_that_holds_one_window_is_told_of_each_when_the_last_was_given_out(
-    many: Counted, closing: list[DataLoader], monkeypatch: pytest.MonkeyPatch, workers: int
+@pytest.mark.parametrize("room", [20_000, 165_000])
+def test_a_node_that_holds_few_windows_is_told_of_what_fits_before_that_is_looked_into(
+    many: Counted, closing: list[DataLoader], monkeypatch: pytest.MonkeyPatch, room: int, workers: int
 ):
     nodes: list[Node] = []
     looked: list[tuple[str, set[int]]] = []
@@ -384,7 +381,7 @@ def test_a_node_that_holds_one_window_is_told_of_each_when_the_last_was_given_ou
 
     monkeypatch.setattr(Counted, "members", looking)
     monkeypatch.setattr("forebay.torch.foretelling._HEARD_S", 60.0)
-    many.room, many.told = 20_000, make
+    many.room, many.told = room, make
     dataset = dataset_of(many)
     loader = DataLoader(dataset, 4, seed=1, shuffle=True, workers=workers)
     closing.append(loader)
@@ -396,12 +393,13 @@ def test_a_node_that_holds_one_window_is_told_of_each_when_the_last_was_given_ou
     for batch in batches:
         seen += batch.tolist()
     assert sorted(seen) == list(range(len(dataset)))
-    windows = [{block % SHARDS for block in order.of_window(window).tolist()} for window in range(len(order.ends))]
+    begins = [0, *order.ends[:-1].tolist()]
+    fits = [set((order.blocks[begin : order.end_after(at)] % SHARDS).tolist()) for at, begin in enumerate(begins)]
     later = [(int(key[6:9]), known) for key, known in looked if known]
-    assert len(later) >= len(windows) - 2
+    assert len(later) >= len(fits) - 4
     for shard, known in later:
         assert shard in known
-        assert known in windows
+        assert known in fits
 
 
 @pytest.mark.usefixtures("small_windows")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import time
 import urllib.parse
 import urllib.request
 from pathlib import Path
@@ -53,11 +54,12 @@ def read_directly(endpoint: str, bucket: str, samples: int, sample_bytes: int) -
 
 @pytest.mark.real
 @pytest.mark.parametrize(
-    ("sample_bytes", "capacity", "shuffle", "batch"),
+    ("sample_bytes", "capacity", "shuffle", "batch", "made_s"),
     [
-        (100_000, 8 * MIB, True, 6),  # holds one shard: the samples of one batch a shard come twice
-        (10_000, 16 * MIB, True, 16),
-        (100_000, 12 * MIB, "auto", 16),
+        (100_000, 8 * MIB, True, 6, 0.0),  # holds one shard: the samples of one batch a shard come twice
+        (10_000, 16 * MIB, True, 16, 0.0),
+        (100_000, 12 * MIB, "auto", 16, 0.0),
+        (100_000, 12 * MIB, "auto", 16, 0.01),  # bytes wait here for batches that are made before theirs
     ],
 )
 def test_an_epoch_sends_no_more_than_its_ranges(
@@ -68,11 +70,17 @@ def test_an_epoch_sends_no_more_than_its_ranges(
     capacity: int,
     shuffle: Any,
     batch: int,
+    made_s: float,
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr("forebay.torch.foretelling._HEARD_S", 60.0)  # also where the cores are busy
-    bucket = f"small-cache-{sample_bytes}-{capacity // MIB}"
+    bucket = f"small-cache-{sample_bytes}-{capacity // MIB}-{1000 * made_s:.0f}"
     seaweed.create_bucket(bucket)
+
+    def make(sample: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(made_s)
+        return sample
+
     for number in range(SHARDS):
         put(f"{seaweed.endpoint}/{bucket}/train/{number}.tar", shard(number, sample_bytes))
     node = NodeProcess(tmp_path / "node-0", "--fronts", "1", "--capacity", str(capacity))
@@ -80,7 +88,7 @@ def test_an_epoch_sends_no_more_than_its_ranges(
         node.start()
         try:
             node.add_bucket("far", f"s3://{bucket}", **(seaweed.options() | {"endpoint": link.endpoint}))
-            dataset = ShardDataset("far/train/", decode={}, url=node.endpoint)
+            dataset = ShardDataset("far/train/", decode={}, url=node.endpoint, transform=make)
             loader = DataLoader(dataset, batch, seed=3, collate=names, shuffle=shuffle)
             closing.append(loader)
             sent, epochs = [], []

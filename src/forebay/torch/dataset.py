@@ -19,7 +19,6 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum, auto
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -49,14 +48,6 @@ BUGS = (
     NotImplementedError,
 )  # what no data makes a sound decoder raise
 _SKIPPED = (Corrupt, NotFound)
-
-
-class Held(Enum):
-    """What a node can hold at a time of an order in windows."""
-
-    ALL = auto()  # a window and those after it that are looked at meanwhile
-    SOME = auto()  # most windows with the first block of the next
-    ALONE = auto()  # most windows by themselves, if that
 
 
 class Accesses(NamedTuple):
@@ -155,10 +146,6 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
     def of_blocks(self, blocks: Column) -> Accesses:
         """As `accesses`, for all of the blocks of an order in windows."""
         raise NotImplementedError
-
-    def held(self, blocks: Column, ends: Column) -> Held:
-        """What the node can hold of an order in windows of blocks that end at `ends`, as far as anybody knows."""
-        return Held.ALL
 
     def empty(self) -> NotFound:
         """The error of a dataset that turned out to have no samples."""

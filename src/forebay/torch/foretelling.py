@@ -8,10 +8,9 @@ sends the job's position. So the node fetches what comes next and keeps what is 
 In an epoch that goes window by window over uncounted shards (`shards.py`), an access is a whole shard, and the position
 is where the job's window begins. A few windows are told at a time, so that later data takes no share of the link. The
 epoch after it is told when all shards are counted, some windows before the end. A node that cannot hold three windows
-is told less. To it the whole of a window is needed until its end, so what is read to count the next would find no
-room, and be read twice. If it can hold something beside a window, nothing is told before all is counted. If not, each
-window is told when all before it was read, right before it is counted (`heard`): the last one gives way, and of that
-single samples are fetched.
+is told as much as fits, at least the window that the job is in. To it the whole of a window is needed until its end, so
+what is read to count the next would find no room, and be read twice. So it hears where the job is, and what comes next,
+right before that is counted (`comes`): what was read gives way.
 
 Accesses are numbered from where the job began, across epochs. The loader only leaves its cursor here. A cursor that the
 numbers do not lead to (a restart, a jump to another epoch) makes the thread tell the future anew from there.
@@ -32,7 +31,7 @@ import numpy as np
 
 from forebay.core import limits
 from forebay.core.errors import ForebayError, Invalid, NotFound, NotSupported
-from forebay.torch.dataset import Dataset, Held
+from forebay.torch.dataset import Dataset
 from forebay.torch.order import Order, Windows
 from forebay.torch.schedule import Cursor, Schedule
 from forebay.torch.source import Telling
@@ -46,21 +45,19 @@ _HEARD_S = 1.0  # hundreds of round trips to a node that is there
 
 
 class _Epoch(NamedTuple):
-    """How an epoch is told: `windows`, as whole shards, and of those only the one that the job is in if it is `alone`;
-    else by its samples."""
+    """How an epoch is told: `windows`, as whole shards; else by its samples."""
 
     order: Order
     accesses: int
     windows: Windows | None
-    alone: bool = False
 
     def told_up_to(self, window: int) -> int:
         """How many accesses may be told while the job is in `window`; -1: in the epoch before."""
         if self.windows is None:
             return self.accesses
-        if self.alone:
-            return int(self.windows.ends[window]) if window >= 0 else 0
-        return self.windows.end_after(window)
+        if window < 0 and self.windows.is_tight:
+            return 0
+        return self.windows.end_after(max(window, 0))
 
     def before(self, cursor: Cursor) -> int:
         """How many accesses lie before `cursor`."""
@@ -80,7 +77,6 @@ class Foretelling:
         self._zero = self._known = self._said = self._reported = 0
         self._ahead_blocks: list[tuple[int, int]] = []  # of each piece that is not consumed: its end, its blocks
         self._epochs: dict[int, _Epoch] = {}
-        self._untold: set[int] = set()  # epochs of which nothing is told before all shards are counted
         self._ended = threading.Event()
         self._wake = threading.Event()  # set when there is a new word, or the end
         self._said_all = threading.Condition()
@@ -104,9 +100,9 @@ class Foretelling:
             self._said_all.wait_for(lambda: self._done is cursor or self.failed, _HEARD_S)
 
     def comes(self, cursor: Cursor) -> None:
-        """All before a window was given out, and now that is looked into: as `heard` where it needs all the room."""
+        """All before `cursor` was given out, and more is looked into: as `heard`, where that needs their room."""
         found = self._epochs.get(cursor.epoch)
-        if found.alone if found else cursor.epoch not in self._untold:  # else it was not looked at yet
+        if found is None or (found.windows is not None and found.windows.is_tight):
             self.heard(cursor)
 
     def end(self) -> None:
@@ -180,18 +176,14 @@ class Foretelling:
         """How an epoch is told, once that was begun always the same; None if nothing is known of it yet."""
         if number not in self._epochs:
             counted = self._dataset.counted
-            if not counted and (number in self._untold or not self._schedule.in_windows(number)):
+            if not counted and not self._schedule.in_windows(number):
                 return None
             order = self._schedule.order(number)
             if counted:
                 self._epochs[number] = _Epoch(order, len(self._dataset), None)
                 return self._epochs[number]
             assert isinstance(order, Windows), "that is what in_windows says"
-            held = self._dataset.held(order.blocks, order.ends)
-            if held is Held.SOME:
-                self._untold.add(number)
-                return None
-            self._epochs[number] = _Epoch(order, len(order.blocks), order, held is Held.ALONE)
+            self._epochs[number] = _Epoch(order, len(order.blocks), order)
         return self._epochs[number]
 
     def _number(self, cursor: Cursor) -> int:

@@ -230,8 +230,14 @@ class DataLoader:
         self._begun = True
         after: list[tuple[Cursor, float]] = []  # of the steps under way and before them; how long each was unknown
         taken = 0
-        epoch = self._cursor.epoch
-        batches = self.schedule.batches(self._cursor, lambda: taken == len(after))
+        epoch, begin = self._cursor.epoch, self._cursor
+
+        def given() -> Cursor | None:
+            if taken == len(after):
+                return None
+            return after[taken - 1][0] if taken else begin
+
+        batches = self.schedule.batches(begin, given)
         arriving = not self.schedule.counted
 
         def steps() -> Iterator[Any]:

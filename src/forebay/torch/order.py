@@ -148,11 +148,13 @@ class Windows:
     """Blocks one after another, cut into windows; the samples of a window mixed.
 
     `blocks` are the blocks' numbers in the epoch's order, and `ends` how many of them come before the end of each
-    window. `counts(blocks, following)` is how many samples blocks have; it may have to find out, so it is asked for a
-    window only when that is reached, and told which blocks will be asked for after it; `counted(blocks)` is
-    whether it knows that already. An index is `named(blocks, inner)`: block, and number of the sample in it. `seed`
-    None: samples stay as they lie. An epoch that goes on from the middle begins with window `window`, before which
-    `before` samples lie, and asks nothing of the windows before that one.
+    window. `counts(blocks)` is how many samples blocks have; it may have to find out, so it is asked for a window only
+    when that is reached. `counted(blocks)` is whether it knows that already. `ahead(blocks)` hears which blocks come
+    next, of the WINDOWS_AHEAD windows after the last that was reached. What it hears, and all from the first window on
+    that is still read, is room for: for each window, `fits` is how many blocks come before the end of what fits from
+    its first on (None: all). An index is `named(blocks, inner)`: block, and number of the sample in it. `seed` None:
+    samples stay as they lie. An epoch that goes on from the middle begins with window `window`, before which `before`
+    samples lie, and asks nothing of the windows before that one.
     """
 
     _WINDOWS = 2  # streams: Permuted itself is 0, the blocks of a shuffle are 1, and window w is _WINDOWS + w
@@ -161,19 +163,25 @@ class Windows:
         self,
         blocks: Indices,
         ends: Indices,
-        counts: Callable[[Indices, Indices], Indices],
+        counts: Callable[[Indices], Indices],
         named: Callable[[Indices, Indices], Indices],
         seed: int | None,
         epoch: int,
         window: int = 0,
         before: int = 0,
         counted: Callable[[Indices], bool] = lambda blocks: True,
+        ahead: Callable[[Indices], None] = lambda blocks: None,
+        fits: Indices | None = None,
     ) -> None:
-        self.blocks, self.ends, self._counted = blocks, ends, counted
+        self.blocks, self.ends, self._counted, self._ahead = blocks, ends, counted, ahead
+        self._fits = np.full(len(ends), len(blocks)) if fits is None else fits
+        self.coming: Callable[[int, int], None] = lambda position, window: None  # hears what is read before `ahead` is
         self._counts, self._named, self._seed, self._epoch = counts, named, seed, epoch
         self._window, self._before = window, before
         self._inner_ends: list[Indices] = []  # of each window from the first on: after each block, in samples
         self._sample_ends: list[int] = []  # of these windows, in samples of the epoch
+        self._given: int | None = None
+        self._looked = (-1, -1)  # the windows that were held when `ahead` was told last, the first and the last
         self._start: Windows | None = None
 
     @property
@@ -204,11 +212,29 @@ class Windows:
 
     def advance(self) -> None:
         """Reach one more window."""
-        window = self.next_window
-        following = self.blocks[int(self.ends[window]) : self.end_after(window)]
-        inner = np.cumsum(self._counts(self.of_window(window), following))
+        inner = np.cumsum(self._counts(self.of_window(self.next_window)))
         self._sample_ends.append(self._known + int(inner[-1]))
         self._inner_ends.append(inner)
+        self._look_ahead()
+
+    def given(self, position: int | None) -> None:
+        """Samples before `position` were given out, and those after it are still read; None: all but those of the last
+        window that was reached were."""
+        self._given = position
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        last = self.next_window - 1
+        if last < self._window:
+            return
+        first = last if self._given is None else min(last, self.window_at(self._given)[0])
+        if (first, last) == self._looked:
+            return
+        self._looked = (first, last)
+        following = self.blocks[int(self.ends[last]) : self.end_after(last, first)]
+        if not self._counted(following):
+            self.coming(self._start_of(first) if self._given is None else self._given, first)
+            self._ahead(following)
 
     def at(self, positions: Indices) -> Indices:
         positions = np.asarray(positions, np.int64)
@@ -234,15 +260,7 @@ class Windows:
     def _from_start(self) -> Windows:
         """The same order from its beginning, of which only some samples are asked for: nothing is counted ahead."""
         if self._start is None:
-            counts = self._counts
-            self._start = Windows(
-                self.blocks,
-                self.ends,
-                lambda blocks, _: counts(blocks, blocks[:0]),
-                self._named,
-                self._seed,
-                self._epoch,
-            )
+            self._start = Windows(self.blocks, self.ends, self._counts, self._named, self._seed, self._epoch)
         return self._start
 
     def _window_of(self, position: int) -> int:
@@ -263,14 +281,25 @@ class Windows:
             return self.blocks[:0]
         return self.blocks[int(self.ends[window - 1]) if window else 0 : int(self.ends[window])]
 
-    def end_after(self, window: int) -> int:
-        """How many blocks come before the end of the WINDOWS_AHEAD windows after this one."""
-        return int(self.ends[min(window + WINDOWS_AHEAD, len(self.ends) - 1)])
+    def end_after(self, window: int, first: int | None = None) -> int:
+        """How many blocks come before the end of the WINDOWS_AHEAD windows after this one, or of those that fit while
+        all from window `first` on is still read (by default from this one)."""
+        end = int(self.ends[min(window + WINDOWS_AHEAD, len(self.ends) - 1)])
+        return max(int(self.ends[window]), min(end, int(self._fits[window if first is None else first])))
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether there is not room for all windows that would be looked at."""
+        after = self.ends[np.minimum(np.arange(len(self.ends)) + WINDOWS_AHEAD, len(self.ends) - 1)]
+        return bool((self._fits < after).any())
 
     def window_at(self, position: int) -> tuple[int, int]:
         """The window that `position`, which was reached, lies in, and how many samples there are before it."""
         number = self._window_of(position)
-        return self._window + number, self._sample_ends[number - 1] if number else self._before
+        return self._window + number, self._start_of(self._window + number)
+
+    def _start_of(self, window: int) -> int:
+        return self._sample_ends[window - self._window - 1] if window > self._window else self._before
 
 
 class BlockShuffled(Counted):
@@ -288,7 +317,7 @@ class BlockShuffled(Counted):
         first = np.cumsum(counts) - counts
         blocks, ends = shuffled_blocks(sizes_bytes, window_bytes, seed, epoch)
         self._windows = Windows(
-            blocks, ends, lambda blocks, _: counts[blocks], lambda blocks, inner: first[blocks] + inner, seed, epoch
+            blocks, ends, lambda blocks: counts[blocks], lambda blocks, inner: first[blocks] + inner, seed, epoch
         )
 
     def at(self, positions: Indices) -> Indices:

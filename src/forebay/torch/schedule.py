@@ -93,7 +93,8 @@ class Schedule:
         elif self.arriving and shuffle is True:  # of epoch 0, which goes in windows all the same
             self.window_bytes = chosen_window(dataset, window_bytes, self.world, quietly=True) or window_bytes
         self._fingerprint: Fingerprint | None = None
-        self.coming: Callable[[Cursor], None] = lambda cursor: None  # hears of a window before that is looked into
+        # hears where the job is before more is looked into
+        self.coming: Callable[[Cursor], None] = lambda cursor: None
         self._split(self.samples or 0, 0)  # says what is wrong with the numbers
         if self.samples is not None and batch_bytes is None:
             self._check(self.samples)
@@ -136,20 +137,23 @@ class Schedule:
         samples = len(self.dataset)
         return Permuted(samples, self.seed, epoch) if self.shuffle else InOrder(samples)
 
-    def batches(self, cursor: Cursor, waits: Callable[[], bool] = lambda: True) -> Iterator[tuple[Indices, Cursor]]:
+    def batches(
+        self, cursor: Cursor, given: Callable[[], Cursor | None] = lambda: None
+    ) -> Iterator[tuple[Indices, Cursor]]:
         """This rank's indices of each step from `cursor` on, and where the job is after the step. They end with the
-        epoch; if nothing was left of it, with the next. While `waits` says no, LATER stands for the indices of a step
-        that cannot be known at once. `Invalid` if torch.distributed, begun since, says another rank."""
+        epoch; if nothing was left of it, with the next. `given` says where the job is by the steps that were given out;
+        None: by all of them. Until then LATER stands for the indices of a step that cannot be known at once. `Invalid`
+        if torch.distributed, begun since, says another rank."""
         self._check_rank()
         if self.batch_bytes is not None:
-            yield from self._batches_by_size(cursor, waits)
+            yield from self._batches_by_size(cursor, given)
             return
-        order = self.order(cursor.epoch, cursor.window, cursor.before)
+        order = self._followed(cursor)
         size = self.batch * self.world
         needed = size if self.last == "drop" else 1  # for another step
         at = cursor.samples
         while True:
-            while not (waits() or order.at_once(at + size + needed)):
+            while not (_all_given(order, given) or order.at_once(at + size + needed)):
                 yield LATER, cursor
             known = self._reached(order, cursor.epoch, at, size + needed)
             if not (known or order.samples):
@@ -165,16 +169,17 @@ class Schedule:
             steps = min(steps, max(1, _AHEAD_SAMPLES // self.batch))
             for indices, consumed in _indices(order, partition, steps):
                 yield indices, self._settled(order, Cursor(cursor.epoch, consumed))
+                _all_given(order, given)
             at = consumed
             if at >= known:
                 return
         if at == cursor.samples:
-            yield from self.batches(Cursor(cursor.epoch + 1, 0), waits)
+            yield from self.batches(Cursor(cursor.epoch + 1, 0), given)
 
-    def _batches_by_size(self, cursor: Cursor, waits: Callable[[], bool]) -> Iterator[tuple[Indices, Cursor]]:
+    def _batches_by_size(self, cursor: Cursor, given: Callable[[], Cursor | None]) -> Iterator[tuple[Indices, Cursor]]:
         """The same with batches of `batch_bytes`."""
         assert self.batch_bytes is not None, "else they are of one length"
-        order = self.order(cursor.epoch, cursor.window, cursor.before)
+        order = self._followed(cursor)
         size = self.batch * self.world  # the most samples of a step
         at = base = cursor.samples
         ahead = order.at(np.arange(0))
@@ -186,7 +191,7 @@ class Schedule:
             return step(left, self.batch, self.batch_bytes or 0, self.world, self.last, again)
 
         while True:
-            while not (waits() or order.at_once(at + 2 * size + 1)):
+            while not (_all_given(order, given) or order.at_once(at + 2 * size + 1)):
                 yield LATER, cursor
             known = self._reached(order, cursor.epoch, at, 2 * size + 1)
             if not (known or order.samples):
@@ -212,7 +217,14 @@ class Schedule:
         if at == cursor.samples:
             if not at:
                 self._check(known)
-            yield from self._batches_by_size(Cursor(cursor.epoch + 1, 0), waits)
+            yield from self._batches_by_size(Cursor(cursor.epoch + 1, 0), given)
+
+    def _followed(self, cursor: Cursor) -> Order:
+        """The order from `cursor` on, where `coming` hears of what is looked into ahead."""
+        order = self.order(cursor.epoch, cursor.window, cursor.before)
+        if isinstance(order, Windows):
+            order.coming = lambda position, window: self.coming(Cursor(cursor.epoch, position, window))
+        return order
 
     def _reached(self, order: Order, epoch: int, at: int, samples: int) -> int:
         """What is known when `samples` beyond `at` are asked for. All before them was given out, so `coming` is told of
@@ -311,6 +323,14 @@ class Schedule:
         loaded = from_dict(state, self._listing, self.fingerprint, told)
         self.seed = loaded.seed
         return self.settled(Cursor(loaded.epoch, loaded.samples, loaded.window, loaded.before))
+
+
+def _all_given(order: Order, given: Callable[[], Cursor | None]) -> bool:
+    """Whether all steps were given out. An order that looks ahead learns how far they were."""
+    where = given()
+    if isinstance(order, Windows):
+        order.given(None if where is None else where.samples)
+    return where is None
 
 
 def _placed(order: Order, cursor: Cursor) -> Cursor:

@@ -25,7 +25,7 @@ import pickle
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -42,9 +42,9 @@ from forebay.core.spelling import known_arguments
 from forebay.ports import clock
 from forebay.torch.columns import Column, ListingColumns
 from forebay.torch.counting import Counting, Parts, Placed, block_and_inner, is_place, place_of, places_of
-from forebay.torch.dataset import Accesses, Dataset, Held, OnError, Shuffle, block_rows, decoded, parameters, ranges
+from forebay.torch.dataset import Accesses, Dataset, OnError, Shuffle, block_rows, decoded, parameters, ranges
 from forebay.torch.decoders import Decoder, chosen
-from forebay.torch.order import WINDOWS_AHEAD, Order, Windows, shuffled_blocks
+from forebay.torch.order import Order, Windows, shuffled_blocks
 from forebay.torch.shard_counts import told_counts
 from forebay.torch.source import PATIENCE_S, Facts, Patient, Source
 from forebay.torch.switch import DIRECT_AFTER_S
@@ -265,46 +265,28 @@ class ShardDataset(Dataset):
         )
         return NotFound(f"the shards under {self.place!r} hold no samples: {why}")
 
-    def _counts_of(self, blocks: Column, following: Column) -> Column:
-        """Of a window, while what follows is counted ahead."""
+    def _counts_of(self, blocks: Column) -> Column:
         parts, counting = self._parts, self._counting
         counting.of(parts.needed(blocks))
-        counting.ahead(parts.needed(self._that_fit(blocks, following)))
         rest = parts.is_rest(blocks)
         for block in parts.shard(blocks[rest]).tolist():
             self._check_head(block)
         counts: Column = counting.counts[np.where(parts.is_head(blocks), blocks, parts.shard(blocks))]
         return np.maximum(0, counts - np.where(rest, counting.counts[parts.head(blocks)], 0))  # 0: damaged after it
 
-    def _that_fit(self, blocks: Column, following: Column) -> Column:
-        """Those of the blocks after `blocks` that the node can hold beside them: what is read too early leaves before
-        it is used, and is read once more."""
-        fits = self._ends_of(np.concatenate((blocks, following))) <= self._room_for_windows
-        return following[fits[len(blocks) :]]
+    def _count_ahead(self, blocks: Column) -> None:
+        self._counting.ahead(self._parts.needed(blocks))
 
-    def _counts_alone(self, blocks: Column, _: Column) -> Column:
-        """As `_counts_of`, where the node can hold nothing beside a window."""
-        return self._counts_of(blocks, blocks[:0])
-
-    def held(self, blocks: Column, ends: Column) -> Held:
-        total = np.concatenate(([0], self._ends_of(blocks)))
-        before = total[np.concatenate(([0], ends[:-1]))]
-        after = total[ends[np.minimum(np.arange(len(ends)) + WINDOWS_AHEAD, len(ends) - 1)]]
-        if ((after - before) <= self._room_for_windows).all():
-            return Held.ALL
-        beside = total[np.minimum(ends + 1, len(blocks))] - before <= self._room_for_windows
-        alone_bytes = int((total[ends] - before)[~beside].sum())
-        return Held.ALONE if alone_bytes > int(total[-1]) // 2 else Held.SOME
-
-    def _ends_of(self, blocks: Column) -> Column:
-        """After each of these blocks the bytes of all up to it."""
-        _, starts, ends = self._spans(blocks)
-        return np.cumsum(ends - starts)
-
-    @cached_property
-    def _room_for_windows(self) -> float:
+    def _fits(self, blocks: Column, ends: Column) -> Column:
+        """For each window, how many blocks come before the end of what the node can hold from its first on. What is
+        read too early leaves before it is used, or makes others leave, and is read once more."""
         room_bytes = self.room_bytes()
-        return float("inf") if room_bytes is None else room_bytes * AHEAD_SHARE
+        if room_bytes is None:
+            return np.full(len(ends), len(blocks))
+        _, first, end = self._spans(blocks)
+        total = np.concatenate(([0], np.cumsum(end - first)))
+        begin = total[np.concatenate(([0], ends[:-1]))]
+        return np.searchsorted(total, begin + room_bytes * AHEAD_SHARE, "right") - 1
 
     def _named(self, blocks: Column, inner: Column) -> Column:
         """The places of samples of an order's blocks."""
@@ -380,8 +362,8 @@ class ShardDataset(Dataset):
         def counted(blocks: Column) -> bool:
             return self._counting.knows(self._parts.needed(blocks))
 
-        counts = self._counts_alone if self.held(blocks, ends) is Held.ALONE else self._counts_of
-        return Windows(blocks, ends, counts, self._named, mixed, epoch, window, before, counted)
+        how = (counted, self._count_ahead, self._fits(blocks, ends))
+        return Windows(blocks, ends, self._counts_of, self._named, mixed, epoch, window, before, *how)
 
     def _is_cut(self, shard: int) -> bool:
         """Whether an epoch that begins with this shard gives out samples of its head before it has the rest."""
