@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import socket
+import struct
+import termios
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from forebay.core import limits
-from forebay.node.front.http.connection import READ_BYTES
+from forebay.node.front.http.connection import READ_BYTES, Connection
 from forebay.node.front.http.server import Timeouts, listen
 from tests.front.fake_engine import Client, Cold, Node, serve
 
@@ -309,6 +312,13 @@ class LateClock:
         return self.began_s + self.later_s
 
 
+def acknowledged(connection: Connection) -> int:
+    """How much of the file the server's kernel knows the client to have, at least."""
+    sent = connection._file_offset
+    (held,) = struct.unpack("i", fcntl.ioctl(connection._fd, termios.TIOCOUTQ, b"\0\0\0\0"))
+    return sent - int(held)
+
+
 def test_a_slow_reader_that_goes_on_is_not_cut(tmp_path: Path, eventually: Eventually) -> None:
     """Time passes only when the reader has read: the machine's own pauses are not the reader's."""
     with serve(tmp_path, timeouts=QUICK) as node, node.connect() as client:
@@ -317,10 +327,14 @@ def test_a_slow_reader_that_goes_on_is_not_cut(tmp_path: Path, eventually: Event
         client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         client.send(head("/b/big"))
         server = node.front.server
+        eventually(lambda: server.connections)
+        [connection] = server.connections
         server.clock = late = LateClock()
         received = b""
         while late.later_s < 4 * QUICK.stall_s:
-            received += client.sock.recv(50_000)
+            before = acknowledged(connection)
+            received += client.sock.recv(300_000, socket.MSG_WAITALL)  # more than makes a window open
+            eventually(lambda before=before: acknowledged(connection) > before)  # busy cores tell the server late
             late.later_s += QUICK.stall_s / 2
             eventually(lambda: server.now_s == late.monotonic_s())  # the server has looked
         client.buffer = received

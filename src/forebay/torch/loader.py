@@ -230,14 +230,8 @@ class DataLoader:
         self._begun = True
         after: list[tuple[Cursor, float]] = []  # of the steps under way and before them; how long each was unknown
         taken = 0
-        epoch, begin = self._cursor.epoch, self._cursor
-
-        def given() -> Cursor | None:
-            if taken == len(after):
-                return None
-            return after[taken - 1][0] if taken else begin
-
-        batches = self.schedule.batches(begin, given)
+        epoch = self._cursor.epoch
+        batches = self.schedule.batches(self._cursor, lambda: None if taken == len(after) else self._cursor)
         arriving = not self.schedule.counted
 
         def steps() -> Iterator[Any]:
