@@ -13,8 +13,9 @@ from forebay.core import limits
 from forebay.core.errors import Invalid, NotFound
 from forebay.core.machines.eviction import split_unit, unit_of
 from forebay.core.machines.foreseen import Stay
+from forebay.core.machines.foretold import Dataset
 from forebay.core.machines.hinted_eviction import HintedEviction
-from forebay.core.machines.hints import NEVER, PAYING_USES, Dataset, Hints
+from forebay.core.machines.hints import NEVER, PAYING_USES, Hints
 from tests.core.evictiontrace import Belady, Ours, dataset, epochs, replay, size_of, zipf
 
 MIB = 1 << 20
@@ -304,7 +305,8 @@ class AgainstAList(RuleBasedStateMachine):
     @rule(job=st.sampled_from("ab"), start=st.integers(0, 5))
     def begin(self, job, start):
         self.hints.begin(job, self.data, start, 0.0)
-        self.future[job] = [start, []]  # position, (object, block) from there on
+        self.future.pop(job, None)
+        self.future[job] = [start, []]  # position, [object, block, whether it was read apart] from there on
         self.here = {unit: block for unit, block in self.here.items() if self.hints.knows(unit)}
 
     @rule(
@@ -315,10 +317,11 @@ class AgainstAList(RuleBasedStateMachine):
     def extend(self, job, accesses, keep):
         if job in self.future:
             position, known = self.future[job]
-            known = known[:keep]
+            if len(known) > keep:
+                known = [[at, block, False] for at, block, _ in known[:keep]]
             given = triples((at, block, block + 1) for at, block in accesses)
             self.hints.extend(job, position + len(known), given, 0.0)
-            self.future[job] = [position, known + accesses]
+            self.future[job] = [position, known + [[at, block, False] for at, block in accesses]]
 
     @rule(job=st.sampled_from("ab"), steps=st.integers(0, 6))
     def at(self, job, steps):
@@ -334,6 +337,16 @@ class AgainstAList(RuleBasedStateMachine):
             unit, number = unit_of(at + 1, block), self.data.block(at, block)
             self.hints.landed(unit, self.data, number)
             self.here[unit] = number
+
+    @rule(at=st.integers(0, 3), block=st.integers(0, 1))
+    def read_apart(self, at, block):
+        if unit_of(at + 1, block) in self.here:
+            return
+        self.hints.read_apart(self.data, self.data.block(at, block), limits.BLOCK_BYTES)
+        left = [(self.hints.jobs[job], known) for job, (_, known) in self.future.items() if [at, block, False] in known]
+        if left:
+            soonest = min(left, key=lambda each: each[1].index([at, block, False]) / each[0].share)[1]
+            soonest[soonest.index([at, block, False])][2] = True
 
     @rule(at=st.integers(0, 3), block=st.integers(0, 1))
     def leave(self, at, block):
@@ -358,9 +371,9 @@ class AgainstAList(RuleBasedStateMachine):
                     assert due == -1.0
                     continue
                 soonest = [
-                    self.hints.passed + known.index((at, block)) / self.hints.jobs[job].share
+                    self.hints.passed + known.index([at, block, False]) / self.hints.jobs[job].share
                     for job, (_, known) in self.future.items()
-                    if (at, block) in known
+                    if [at, block, False] in known
                 ]
                 assert due == min(soonest, default=NEVER)
 
@@ -438,6 +451,28 @@ def test_any_order_of_events_keeps_the_books(seed):
     assert evicted > 20
 
 
+def test_what_was_read_apart_is_not_fetched_for_reads_that_are_over():
+    hints = Hints()
+    data = Dataset(0, [2 * limits.BLOCK_BYTES])
+    hints.begin("job", data, 0, 0.0)
+    tenth = limits.BLOCK_BYTES // 10
+    hints.extend("job", 0, triples([(0, 0, 1)] * 10 + [(0, 1, 2)]), 0.0, tenth)
+    for _ in range(9):  # by batches that are under way: the job says that it is at the first
+        hints.read_apart(data, 0, tenth)
+    assert not hints.pays(data, [0], Stay(inf, True)), "a tenth is left"
+    hints.read_apart(data, 0, tenth - 1)
+    assert hints.wanted("job", inf).first == 0, "less than that was read"
+    hints.read_apart(data, 0, 1)
+    assert hints.wanted("job", inf).first == 1
+    hints.at("job", 10, 0.0)
+    hints.extend("job", 11, triples([(0, 0, 1)]), 0.0)
+    hints.read_apart(data, 0, limits.BLOCK_BYTES // 2)
+    assert hints.pays(data, [0], Stay(inf, True)), "all of it is read, and half was"
+    hints.at("job", 11, 0.0)
+    assert hints.wanted("job", inf).first == 0
+    hints.check()
+
+
 # --- whether a block pays ---------------------------------------------------------------------------------------------
 def test_a_block_that_is_read_now_and_then_pays_only_if_it_outlasts_all_that_leaves():
     hints = Hints()
@@ -471,6 +506,27 @@ def test_a_block_pays_if_nine_tenths_of_it_are_read_before_it_leaves():
     assert not hints.pays(data, [0], Stay(inf, True)), "which is not told any more"
     assert hints.pays(data, [0], Stay(inf, False))
     hints.check()
+
+
+def test_a_use_after_as_many_bytes_as_a_node_holds_does_not_count():
+    hints = Hints()
+    data = Dataset(0, [6 * limits.BLOCK_BYTES])
+    tenth = limits.BLOCK_BYTES // 10
+    hints.begin("job", data, 0, 0.0)
+    hints.extend("job", 0, triples([(0, n // 10 % 6, n // 10 % 6 + 1) for n in range(120)]), 0.0, tenth)
+    room, full = Stay(inf, False, inf), Stay(inf, True, inf)
+    held = 3 * limits.BLOCK_BYTES
+    for stay in (room, full):
+        assert hints.pays(data, [0], stay, held), "all of it is read at once"
+        assert hints.pays(data, [2], stay, held), "soon"
+        assert not hints.pays(data, [5], stay, held)
+    for _ in range(5):
+        hints.read_apart(data, 0, tenth)
+    for stay in (room, full):
+        assert not hints.pays(data, [0], stay, held), "half of it now, and the whole in an epoch"
+        assert hints.pays(data, [0], stay), "where all has room"
+    hints.at("job", 10, 0.0)
+    assert not hints.pays(data, [0], room, held)
 
 
 def test_thousands_of_small_reads_pay_whatever_they_read():

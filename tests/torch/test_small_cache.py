@@ -59,7 +59,9 @@ def read_directly(endpoint: str, bucket: str, samples: int, sample_bytes: int) -
         (100_000, 8 * MIB, True, 6, 0.0),  # holds one shard: the samples of one batch a shard come twice
         (10_000, 16 * MIB, True, 16, 0.0),
         (100_000, 12 * MIB, "auto", 16, 0.0),
-        (100_000, 12 * MIB, "auto", 16, 0.01),  # bytes wait here for batches that are made before theirs
+        (100_000, 12 * MIB, "auto", 16, 0.005),  # bytes wait here for batches that are made before theirs
+        (100_000, 8 * MIB, "auto", 16, 0.0),  # batches are made for two windows, and one has room
+        (100_000, 10 * MIB, "auto", 16, 0.005),
     ],
 )
 def test_an_epoch_sends_no_more_than_its_ranges(

@@ -52,12 +52,8 @@ class _Epoch(NamedTuple):
     windows: Windows | None
 
     def told_up_to(self, window: int) -> int:
-        """How many accesses may be told while the job is in `window`; -1: in the epoch before."""
-        if self.windows is None:
-            return self.accesses
-        if window < 0 and self.windows.is_tight:
-            return 0
-        return self.windows.end_after(max(window, 0))
+        """How many accesses may be told while the job is in `window`."""
+        return self.accesses if self.windows is None else self.windows.end_after(window)
 
     def before(self, cursor: Cursor) -> int:
         """How many accesses lie before `cursor`."""
@@ -159,14 +155,14 @@ class Foretelling:
             self._ahead_blocks.pop(0)
         ahead = self._known - position
         epoch, begin = self._at(self._known)
-        found = self._epoch(epoch)
+        found = self._epoch(epoch) if epoch <= cursor.epoch or self._dataset.counted else None
         if (
             found is None
             or ahead >= found.accesses
             or sum(count for _, count in self._ahead_blocks) >= AHEAD_BLOCKS_MAX
         ):
             return False
-        end = found.told_up_to(cursor.window if cursor.epoch == epoch else -1)
+        end = found.told_up_to(cursor.window)
         if begin >= end:
             return False
         self._tell(found, begin, min(end - begin, FIRST_SAMPLES if not ahead else PIECE_SAMPLES))

@@ -246,7 +246,11 @@ class S3Writes:
         return sent
 
     def _payload(self, body: Body) -> dict[str, str]:
-        return payload_signed(body) if self._dialect.signs_payload else {}
+        if not self._dialect.signs_payload:
+            return {}
+        if body.data is not None and body.size_bytes <= HASHED_BYTES_MAX:
+            return {"x-amz-content-sha256": hashlib.sha256(body.data).hexdigest()}
+        return {"x-amz-content-sha256": "UNSIGNED-PAYLOAD"}
 
     async def _condition(self, key: str, expect: str | None) -> dict[str, str]:
         if expect is None:
@@ -341,13 +345,6 @@ def _said(answer: Answer, headers: Headers, sent: Mapping[str, str]) -> Headers:
     encrypted = tuple((name, answer.headers[name]) for name in (ENCRYPTION, KMS_KEY) if name in answer.headers)
     kept = ((STORAGE_CLASS, sent[STORAGE_CLASS]),) if sent.get(STORAGE_CLASS, STANDARD) != STANDARD else ()
     return (*without_keeping(headers), *kept, *encrypted)
-
-
-def payload_signed(body: Body) -> dict[str, str]:
-    """What a signed request says of its body: a digest of a small one, nothing of a large one."""
-    if body.data is not None and body.size_bytes <= HASHED_BYTES_MAX:
-        return {"x-amz-content-sha256": hashlib.sha256(body.data).hexdigest()}
-    return {"x-amz-content-sha256": "UNSIGNED-PAYLOAD"}
 
 
 def refused(answer: Answer, what: str, expect: str | None) -> Exception:

@@ -2,9 +2,7 @@
 
 Theory. A loader computes its order, so it can tell the node what it will read. A *job* gives its future as *accesses*,
 each some blocks of one object of its listing. An access is one or more *uses*, one for each block. Uses are numbered
-in order, and each knows the number of the next use of the same block. So the next use of a block is one look-up
-(`_Job.head`), and passing a use is one step along its chain. Nothing is sorted or searched. Memory is about 24 bytes a
-use and 16 bytes a block of the listing.
+in order (`core/machines/foretold.py`), and nothing is sorted or searched.
 
 Several jobs. Time is counted in uses passed by all jobs together. If a job makes a third of them, it reaches its
 hundredth use from now when three hundred have passed. The job's *share* converts its numbers in this way, and a block
@@ -21,22 +19,23 @@ A sample may be much smaller than its block. So jobs tell how many bytes of a bl
 fetch more than the reads themselves, each time. A block may need the room of several that are smaller. So it pays if it
 outlasts the last of these; or, in a window of few blocks, if it is read so densely that what leaves meanwhile is less.
 
+A loader reads some batches ahead of where it says it is. Reads of blocks that are here make no difference. A range that
+is read by itself, since its block is not here, is over (`read_apart`): else the block would be fetched for reads that
+nobody makes any more.
+
 A job ends with `close`, or HINT_TTL_S after its last call.
 
 Rejected: a heap of next uses for each job (the evictor has one for what is here, which is less); wall time for shares
 (a stalled job would have to be told from a slow one).
 
-Invariants. (1) `head[block]` is the number of the block's first use that has not passed, or NONE. (2) The chain from
-there rises. (3) A unit (a block that is here) belongs to at most one place in each dataset. (4) Same events, same
+Invariants. (1) A unit (a block that is here) belongs to at most one place in each dataset. (2) Same events, same
 answers.
 """
 
 from __future__ import annotations
 
-import sys
 from array import array
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterable
 from math import inf
 from typing import NamedTuple
@@ -46,9 +45,9 @@ import msgspec
 from forebay.core import limits
 from forebay.core.errors import Invalid, NotFound
 from forebay.core.machines.foreseen import Stay
+from forebay.core.machines.foretold import NONE, Dataset, Job
 
 NEVER = inf
-NONE = (1 << 64) - 1
 TRIPLE_BYTES = 12  # an access on the wire: object, first block, end block, u32 each, little-endian
 SHARE_WEIGHT = 0.3  # of the newest report in a job's share
 SHARE_MIN = 0.001
@@ -57,7 +56,6 @@ OVERFETCH_MAX = 1.1  # times what is read of a block, if it is to be fetched who
 DENSE = 4  # of a job's reads in a window of a few blocks, at least one in so many is of each
 RUN_BLOCKS_MAX = 4  # blocks of one object that are fetched ahead in one request
 SCAN_USES_MAX = 8192  # uses scanned in one call of `wanted`
-TRIM_USES_MIN = 65_536  # passed uses are dropped when there are this many
 JOBS_MAX = 64
 JOB_NAME_CHARS_MAX = 64
 
@@ -112,7 +110,6 @@ def check_job_name(job: str) -> str:
     return job
 
 
-# --- datasets and jobs -----------------------------------------------------------------------------------------------
 class Wanted(NamedTuple):
     """Blocks [first, end) of an object that are not here, in the dataset `blocks`; use number `use`, at time `due`,
     needs them first."""
@@ -126,125 +123,11 @@ class Wanted(NamedTuple):
     blocks: range
 
 
-class Dataset:
-    """The blocks of a listing's objects, numbered consecutively. An empty object counts as one block."""
-
-    def __init__(self, number: int, sizes: Iterable[int], block_bytes: int = limits.BLOCK_BYTES) -> None:
-        self.number = number
-        self.block_bytes = block_bytes
-        self.sizes = sizes if isinstance(sizes, memoryview) else array("Q", sizes)
-        self.starts = array("Q", [0])  # of each object's blocks, and the end
-        total = 0
-        for size in self.sizes:
-            total += -(-size // block_bytes) or 1
-            self.starts.append(total)
-        self.units = array("Q", bytes(8 * total))  # by block, one more than the unit; 0: it is not here
-        self.jobs: list[_Job] = []
-
-    @property
-    def objects(self) -> int:
-        return len(self.starts) - 1
-
-    def block(self, object: int, block: int) -> int:
-        """The number of an object's block, or -1 if the object has no such block."""
-        number = self.starts[object] + block
-        return number if number < self.starts[object + 1] else -1
-
-    def place(self, number: int) -> tuple[int, int]:
-        """(object, block) of a block's number."""
-        at = bisect_right(self.starts, number) - 1
-        return at, number - self.starts[at]
-
-    def is_here(self, object: int, first: int, end: int) -> bool:
-        """Whether all these blocks are here."""
-        start = self.starts[object]
-        return all(self.units[start + first : start + end])
-
-    def size_of(self, object: int, block: int) -> int:
-        """How many bytes a block has."""
-        return min(self.block_bytes, self.sizes[object] - block * self.block_bytes)
-
-    def size_of_number(self, number: int) -> int:
-        """How many bytes a block has, by its number."""
-        return self.size_of(*self.place(number))
-
-
-class _Job:
-    def __init__(self, name: str, dataset: Dataset, start: int, share: float) -> None:
-        self.name, self.dataset, self.share = name, dataset, share
-        self.heard_s = 0.0
-        self.passed_before = 0  # by all jobs, at its last report
-        self.reset(start)
-
-    def reset(self, start: int) -> None:
-        """Forget all accesses; the next one is number `start`."""
-        blocks = len(self.dataset.units)
-        self.access_base = self.position = start  # number of the first access that is kept, and of the next one
-        self.use_ends = array("Q")  # where each kept access ends, in uses
-        self.use_base = self.use = 0  # number of the first use that is kept, and of the first one not passed
-        self.uses = array("I")  # the block of each use
-        self.next = array("Q")  # the next use of the same block, or NONE
-        self.head = array("Q", [NONE]) * blocks
-        self.tail = array("Q", [NONE]) * blocks
-        self.ahead = 0  # the first use that `wanted` has not looked at
-        self.fetched: deque[tuple[int, int]] = deque()  # (use, bytes) that `wanted` gave and that were not passed
-        self.fetched_bytes = 0
-        self.sizes: list[tuple[int, int]] = []  # (first use, bytes that a use from there on reads of its block)
-
-    @property
-    def known(self) -> int:
-        return self.access_base + len(self.use_ends)
-
-    @property
-    def last_use(self) -> int:
-        return self.use_base + len(self.uses)
-
-    def end_of(self, access: int) -> int:
-        """The number of the first use after those of the accesses before `access`."""
-        return self.use_ends[access - self.access_base - 1] if access > self.access_base else self.use_base
-
-    def use_bytes(self, use: int) -> int:
-        """How many bytes a use reads of its block; 0: all."""
-        at = bisect_right(self.sizes, (use, sys.maxsize)) - 1
-        return self.sizes[at][1] if at >= 0 else 0
-
-    def sized(self, use_bytes: int) -> None:
-        """Uses that are added from now on read so many bytes."""
-        if self.use_bytes(self.last_use) != use_bytes:
-            self.sizes.append((self.last_use, use_bytes))
-
-    def add(self, first: int, count: int) -> None:
-        """One more access, of `count` blocks from number `first`."""
-        use = self.last_use
-        head, tail, chain, base = self.head, self.tail, self.next, self.use_base
-        for block in range(first, first + count):
-            before = tail[block]
-            if before != NONE and before >= self.use:
-                chain[before - base] = use
-            else:
-                head[block] = use
-            tail[block] = use
-            self.uses.append(block)
-            chain.append(NONE)
-            use += 1
-        self.use_ends.append(use)
-
-    def trim(self) -> None:
-        """Drop passed uses once there are enough to be worth it."""
-        passed = self.use - self.use_base
-        if passed < TRIM_USES_MIN or passed < len(self.uses) // 2:
-            return
-        accesses = self.position - self.access_base
-        del self.uses[:passed], self.next[:passed], self.use_ends[:accesses]
-        self.use_base, self.access_base = self.use, self.position
-        del self.sizes[: max(0, bisect_right(self.sizes, (self.use, sys.maxsize)) - 1)]
-
-
 class Hints:
     """All jobs and what they need. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.jobs: dict[str, _Job] = {}
+        self.jobs: dict[str, Job] = {}
         self.passed = 0  # uses of all jobs together: the clock
         self._datasets: dict[int, Dataset] = {}
         self._units: dict[int, tuple[tuple[int, int], ...]] = {}  # unit -> (dataset's number, block's number), …
@@ -256,7 +139,7 @@ class Hints:
         old = self.jobs.pop(name, None)
         if len(self.jobs) >= JOBS_MAX:
             raise Invalid(f"{JOBS_MAX} jobs give hints already: end one (DELETE /-/v1/hints/JOB), or go on without")
-        job = self.jobs[name] = _Job(name, dataset, start, 1 / (len(self.jobs) + 1))
+        job = self.jobs[name] = Job(name, dataset, start, 1 / (len(self.jobs) + 1))
         job.heard_s, job.passed_before = now_s, self.passed
         self._datasets[dataset.number] = dataset
         dataset.jobs.append(job)
@@ -292,7 +175,7 @@ class Hints:
         if uses > limits.HINT_ACCESSES_MAX:
             raise Invalid(f"more than {limits.HINT_ACCESSES_MAX} uses ahead: tell the rest when the job is further on")
 
-    def _cut(self, job: _Job, start: int) -> None:
+    def _cut(self, job: Job, start: int) -> None:
         """Forget the accesses from number `start` on."""
         bounds = [(job.end_of(at), job.end_of(at + 1)) for at in range(job.position, min(start, job.known))]
         kept = [(job.uses[first - job.use_base], end - first) for first, end in bounds]
@@ -318,6 +201,7 @@ class Hints:
             block = uses[use - base]
             if head[block] == use:
                 head[block] = chain[use - base]
+                job.apart.pop(block, None)
             if units[block]:
                 moved.append(units[block] - 1)
         self._count(job, end - job.use)
@@ -328,18 +212,26 @@ class Hints:
         job.trim()
         return moved
 
-    def _count(self, job: _Job, uses: int) -> None:
+    def _count(self, job: Job, uses: int) -> None:
         self.passed += uses
         share = uses / (self.passed - job.passed_before)
         job.share = max(SHARE_MIN, job.share + SHARE_WEIGHT * (share - job.share)) if len(self.jobs) > 1 else 1.0
         job.passed_before = self.passed
+
+    def read_apart(self, dataset: Dataset, block: int, size_bytes: int) -> None:
+        """Note that so many bytes of a block that is not here were read by themselves: the soonest use that reads them
+        is over."""
+        reads = [job for job in dataset.jobs if job.head[block] != NONE]
+        if reads:
+            job = min(reads, key=lambda job: self._time_of(job, job.head[block]))
+            job.read_apart(block, size_bytes, dataset.size_of_number(block) / OVERFETCH_MAX)
 
     def close(self, name: str) -> list[int]:
         """Forget a job; return the units that no longer have hints."""
         job = self.jobs.pop(name, None)
         return self._end(job) if job is not None else []
 
-    def _end(self, job: _Job) -> list[int]:
+    def _end(self, job: Job) -> list[int]:
         dataset = job.dataset
         dataset.jobs.remove(job)
         if dataset.jobs:
@@ -408,36 +300,47 @@ class Hints:
                 soonest = min(soonest, self._time_of(job, use))
         return soonest
 
-    def pays(self, dataset: Dataset, blocks: Iterable[int], stay: Stay) -> bool:
+    def pays(self, dataset: Dataset, blocks: Iterable[int], stay: Stay, holds_bytes: float = inf) -> bool:
         """Whether to fetch these blocks whole (by number, none of them here), if they `stay` so long: jobs read at
         least 1/OVERFETCH_MAX of their bytes before they leave, or one of them PAYING_USES times. Also if that is a
         good part (1/DENSE) of all they read until then, whatever else leaves. Also if what leaves for them is nobody's
-        who told, and was idle for longer than anybody told."""
-        if not stay.hinted and all(stay.until >= self._time_of(job, job.last_use) for job in dataset.jobs):
+        who told, and was idle for longer than anybody told. A node that `holds_bytes` in all may have room now, and not
+        for long: a use counts no more if its job reads as much as that between the use before it and this one."""
+        if not stay.hinted and all(
+            stay.until >= self._time_of(job, job.last_use)
+            and (stay.until < inf or self._between(job, job.use, job.last_use) <= holds_bytes)
+            for job in dataset.jobs
+        ):
             return True
         sizes = {block: dataset.size_of_number(block) for block in blocks}
-        if self._read_before(dataset, sizes, stay.until):
+        if self._read_before(dataset, sizes, stay.until, holds_bytes):
             return True
         uses = [
             size_bytes / (job.use_bytes(job.use) or size_bytes) for job in dataset.jobs for size_bytes in sizes.values()
         ]
-        return self._read_before(dataset, sizes, min(stay.first, self.passed + DENSE * sum(uses)))
+        return self._read_before(dataset, sizes, min(stay.first, self.passed + DENSE * sum(uses)), holds_bytes)
 
-    def _read_before(self, dataset: Dataset, sizes: dict[int, int], until: float) -> bool:
+    def _read_before(self, dataset: Dataset, sizes: dict[int, int], until: float, holds_bytes: float) -> bool:
         """Whether jobs read enough of blocks of these sizes before that."""
         left_bytes = sum(sizes.values()) / OVERFETCH_MAX
         for job in dataset.jobs:
             for block, size_bytes in sizes.items():
-                use, uses = job.head[block], 0
+                use, uses, before = job.head[block], 0, job.use
                 while use != NONE and self._time_of(job, use) < until:
+                    if self._between(job, before, use) > holds_bytes:
+                        break
                     left_bytes -= min(size_bytes, job.use_bytes(use) or size_bytes)
                     uses += 1
                     if left_bytes <= 0 or uses >= PAYING_USES:
                         return True
-                    use = job.next[use - job.use_base]
+                    before, use = use, job.next[use - job.use_base]
         return left_bytes <= 0
 
-    def _time_of(self, job: _Job, use: int) -> float:
+    def _between(self, job: Job, first: int, end: int) -> float:
+        """About how many bytes a job reads with these uses."""
+        return (end - first) * (job.use_bytes(first) or job.dataset.block_bytes)
+
+    def _time_of(self, job: Job, use: int) -> float:
         return self.passed + (use - job.use) / job.share
 
     def wanted(self, name: str, window_bytes: int) -> Wanted | None:
@@ -446,8 +349,8 @@ class Hints:
         job = self._job(name)
         dataset, uses, base = job.dataset, job.uses, job.use_base
         here, last = dataset.units, min(job.last_use, job.ahead + SCAN_USES_MAX)
-        while job.ahead < last and (here[uses[job.ahead - base]] or job.head[uses[job.ahead - base]] < job.ahead):
-            job.ahead += 1  # here, or returned for an earlier use
+        while job.ahead < last and (here[uses[job.ahead - base]] or job.head[uses[job.ahead - base]] != job.ahead):
+            job.ahead += 1  # here, or returned for an earlier use, or over
         if job.ahead >= last or job.fetched_bytes >= window_bytes:
             return None
         use = job.ahead
@@ -475,7 +378,7 @@ class Hints:
         job = self._job(name)
         return job.ahead >= job.last_use or job.fetched_bytes >= window_bytes
 
-    def _job(self, name: str) -> _Job:
+    def _job(self, name: str) -> Job:
         job = self.jobs.get(name)
         if job is None:
             raise NotFound(f"there are no hints of a job {name!r} here: tell its future (again)", code="NoSuchHints")
@@ -490,7 +393,10 @@ class Hints:
                 assert job.next[use - job.use_base] == first.get(block, NONE), (job.name, use)
                 first[block] = use
             for block, use in enumerate(job.head):
-                assert use == first.get(block, NONE), (job.name, block, use)
+                left = first.get(block, NONE)
+                while left != use and left != NONE:
+                    left = job.next[left - job.use_base]  # it was read apart
+                assert left == use, (job.name, block, use)
             assert job.fetched_bytes == sum(size for _, size in job.fetched)
             assert job.end_of(job.position) == job.use
         for dataset in self._datasets.values():

@@ -357,6 +357,7 @@ class Engine:
         )
         self.room.foresight = self.hinting
         self.cold.foretold, self.cold.keeps = self.hinting.covers, self.hinting.keeps
+        self.cold.read_apart = self.hinting.read_apart
         self.work = JobWork(
             self.buckets,
             self.cold,

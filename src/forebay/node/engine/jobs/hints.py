@@ -31,11 +31,11 @@ from forebay.core.errors import ForebayError, Invalid
 from forebay.core.formats.listing import Listing
 from forebay.core.machines.eviction import unit_of
 from forebay.core.machines.foreseen import Stay
+from forebay.core.machines.foretold import Dataset
 from forebay.core.machines.hints import (
     JOBS_MAX,
     OVERFETCH_MAX,
     TRIPLE_BYTES,
-    Dataset,
     Hints,
     HintsAtCall,
     HintsCall,
@@ -268,8 +268,21 @@ class Hinting:
             if size_bytes <= wanted_bytes * OVERFETCH_MAX:
                 return True
             stay = self._room.stay(bucket, key, size_bytes + self._cold.landing_bytes)
-            pays |= self.hints.pays(source.dataset, numbers, stay)
+            pays |= self.hints.pays(source.dataset, numbers, stay, self._room.window_bytes(1.0))
         return pays or not known
+
+    def read_apart(self, bucket: str, key: str, start: int, end: int) -> None:
+        """These bytes of an object were fetched for a read alone."""
+        for source in self._by_bucket.get(bucket, ()):
+            number = source.listing.find(key)
+            if number is None:
+                continue
+            for block in range(start // limits.BLOCK_BYTES, -(-end // limits.BLOCK_BYTES)):
+                place = source.dataset.block(number, block)
+                if place >= 0 and not source.dataset.units[place]:
+                    begin = block * limits.BLOCK_BYTES
+                    size_bytes = min(end, begin + limits.BLOCK_BYTES) - max(start, begin)
+                    self.hints.read_apart(source.dataset, place, size_bytes)
 
     def gone(self, unit: int) -> None:
         """A unit left the store."""
@@ -314,7 +327,9 @@ class Hinting:
                 key = plan.source.listing.key(wanted.object)
                 size_bytes = wanted.size_bytes + max(plan.flying_bytes, self._cold.landing_bytes)
                 stay = self._room.stay(plan.source.listing.bucket, key, size_bytes)
-                if stay.first <= wanted.due or not self.hints.pays(plan.source.dataset, wanted.blocks, stay):
+                holds_bytes = self._room.window_bytes(1.0)
+                pays = self.hints.pays(plan.source.dataset, wanted.blocks, stay, holds_bytes)
+                if stay.first <= wanted.due or not pays:
                     break
                 self.hints.fetching(job, wanted)
                 self._take_off(plan, key, wanted)

@@ -128,6 +128,7 @@ class ColdReads:
         self.foretold: Callable[[str, str], bool] = lambda bucket, key: False  # whether a job gives hints of the key
         # whether blocks of a key that are not here are worth fetching whole for so many bytes in them
         self.keeps: Callable[[str, str, list[int], int], bool] = lambda bucket, key, blocks, wanted_bytes: True
+        self.read_apart: Callable[[str, str, int, int], None] = lambda bucket, key, start, end: None
         self.is_of_another: Callable[[str, str, int], bool] = lambda bucket, key, position: False  # by the map
         self.bring_up: Callable[[str, str], None] = lambda bucket, key: (
             None
@@ -513,6 +514,7 @@ class ColdReads:
         if record is None or not record.has(start, end) or not self.compared.whole(record.object_id):
             if by_choice:
                 self._tally.ranged_bytes += end - start
+                self.read_apart(read.ask.bucket, read.ask.key, start, end)
             else:
                 self._tally.passed_bytes += end - start
         sink = MemorySink(below, self.memory)
