@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import default_collate
 
 from forebay.core.errors import Corrupt, Invalid
-from forebay.torch import DataLoader, Pictures, ShardDataset, decoders
+from forebay.torch import DataLoader, MdsDataset, ObjectDataset, ParquetDataset, Pictures, ShardDataset, decoders
+from forebay.torch.dataset import Dataset
+from forebay.torch.fetching import collate
 from tests.core.archives import tar_of
 from tests.patience import PATIENCE_S
+from tests.torch import test_mds
 from tests.torch.memory_source import MemorySource
 
 BOTH = ["simplejpeg", "pillow"]
@@ -64,7 +68,7 @@ def by_pillow(data: bytes, size: int | None) -> torch.Tensor:
 def test_the_pixels_are_those_of_pillow(decoder: str, data: bytes, size: int | None) -> None:
     found = Pictures(size)(memoryview(data))
     expected = by_pillow(data, size)
-    assert found.is_contiguous()
+    assert found.permute(1, 2, 0).is_contiguous(), "decoders write pixel after pixel, and nothing is moved after that"
     assert found.shape == expected.shape
     assert (found.int() - expected.int()).abs().max() <= 1
     if size is not None:
@@ -87,29 +91,95 @@ def test_a_damaged_picture_is_corrupt_and_named(decoder: str, damage: slice) -> 
         dataset[1]
 
 
-def test_threads_decode_at_once_where_the_decoder_frees_the_lock() -> None:
-    met = threading.Barrier(2)
-
-    class Meeting:
-        """Comes to its end only if two threads are in it at once."""
-
-        unlocked = True
-
-        def __call__(self, data: Any) -> int:
-            met.wait(PATIENCE_S)
-            return int(bytes(data))
-
-    first = Meeting()
-    shard = tar_of([(f"{n:02d}.{'txt' if n < 2 else 'bin'}", b"%d" % n) for n in range(10)])
-    dataset = ShardDataset("photos/", decode={"bin": first, "txt": Freed()}, source=MemorySource({"0.tar": shard}))
-    with DataLoader(dataset, 1, shuffle=False, collate=list) as loader:
-        assert len([sample for batch in loader for sample in batch]) == 10
-
-
-class Freed:
-    """Says so, and needs nobody."""
+class Meeting:
+    """A decoder of which no call but the first comes to its end until two threads have been in it at once."""
 
     unlocked = True
 
-    def __call__(self, data: Any) -> int:
-        return int(bytes(data))
+    def __init__(self) -> None:
+        self._lock, self._met = threading.Lock(), threading.Event()
+        self._calls = self._inside = 0
+
+    def __call__(self, *data: Any) -> int:
+        with self._lock:
+            self._calls, self._inside = self._calls + 1, self._inside + 1
+            number = self._calls
+            if self._inside == 2:
+                self._met.set()
+        if number > 1 and not self._met.wait(PATIENCE_S):
+            raise TimeoutError("no other thread came")
+        with self._lock:
+            self._inside -= 1
+        return number
+
+
+def shards(decode: Any) -> Dataset:
+    archive = tar_of([(f"{n:02d}.bin", b"%d" % n) for n in range(10)])
+    return ShardDataset("photos/", decode={"bin": decode}, source=MemorySource({"0.tar": archive}))
+
+
+def objects(decode: Any) -> Dataset:
+    return ObjectDataset("photos/", decode=decode, source=MemorySource({f"{n}": b"x" for n in range(10)}))
+
+
+def mosaic(decode: Any) -> Dataset:
+    return MdsDataset("b-1/train/", decode={"data": decode}, source=test_mds.written(1, 10))
+
+
+def tables(decode: Any) -> Dataset:
+    table = pytest.importorskip("pyarrow").table({"data": [b"x"] * 10})
+    written = io.BytesIO()
+    pytest.importorskip("pyarrow.parquet").write_table(table, written)
+    return ParquetDataset("photos/", decode={"data": decode}, source=MemorySource({"0.parquet": written.getvalue()}))
+
+
+@pytest.mark.parametrize("made", [shards, objects, mosaic, tables])
+def test_threads_decode_at_once_where_the_decoder_frees_the_lock(made: Any) -> None:
+    with DataLoader(made(Meeting()), 1, shuffle=False, collate=list) as loader:
+        assert len([sample for batch in loader for sample in batch]) == 10
+
+
+def test_an_object_may_be_a_picture(decoder: str) -> None:
+    source = MemorySource({"a.jpg": picture(100, 60), "b.jpg": picture(100, 60)[:300]})
+    dataset = ObjectDataset("photos/", decode=Pictures(), source=source)
+    assert torch.equal(dataset[0], Pictures()(picture(100, 60)))
+    with pytest.raises(Corrupt, match=r"photos/b\.jpg cannot be decoded"):
+        dataset[1]
+
+
+def samples(width: int, height: int, n: int) -> list[dict[str, Any]]:
+    made = [Pictures()(picture(width, height, quality=50 + number)) for number in range(n)]
+    return [{"jpg": tensor, "cls": number} for number, tensor in enumerate(made)]
+
+
+@pytest.mark.parametrize("size", [(30, 20), (3, 3), (1, 1), (1, 5), (5, 1)])
+def test_a_batch_of_pictures_is_that_of_torch_with_pixels_together(size: tuple[int, int]) -> None:
+    made = samples(*size, 4)
+    batch, expected = collate(made), default_collate(made)
+    assert torch.equal(batch["jpg"], expected["jpg"])
+    assert torch.equal(batch["cls"], expected["cls"])
+    assert batch["jpg"].is_contiguous(memory_format=torch.channels_last)
+    mixed = [made[0]["jpg"], made[1]["jpg"].contiguous(), made[2]["jpg"].flip(2)]
+    for turned in (mixed, mixed[::-1]):
+        assert torch.equal(collate(turned), default_collate(turned)), "whatever layout the others have"
+
+
+def test_what_torch_does_not_stack_is_not_stacked() -> None:
+    with pytest.raises(RuntimeError, match="equal size"):
+        collate([Pictures()(picture(30, 20)), Pictures()(picture(20, 30))])
+    with pytest.raises(RuntimeError, match=r"sparse tensors"):
+        collate([torch.zeros(3, 4, 4).to_sparse()])
+
+
+@pytest.mark.parametrize("gathered", [collate, list])
+def test_pixels_come_from_workers_in_shared_memory(gathered: Any) -> None:
+    """A megabyte of pixels in a pipe would be copied twice more, and in pieces of 64 KiB."""
+    data = {f"{number}.jpg": picture(200, 100, quality=50 + number) for number in range(8)}
+    dataset = ObjectDataset("photos/", decode=Pictures(), source=MemorySource(data))
+    with DataLoader(dataset, 4, workers=1, shuffle=False, collate=gathered) as loader:
+        batches = list(loader)
+    found = [each for batch in batches for each in batch]
+    assert all(each.is_shared() for each in (batches if gathered is collate else found))
+    for each, one in zip(found, data.values(), strict=True):
+        assert torch.equal(each, Pictures()(one))
+        assert each.permute(1, 2, 0).is_contiguous()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -274,6 +274,12 @@ def parameters(function: Callable[..., Any] | None, names: Sequence[str] = ("epo
     except (ValueError, TypeError):  # one that is built in and does not say
         return []
     return [name for name in names if name in known]
+
+
+def frees_lock(decoders: Iterable[Any]) -> bool:
+    """Whether one of these leaves the interpreter's lock free (`decoders.Pictures`), so that threads can decode at
+    once."""
+    return any(getattr(decoder, "unlocked", False) for decoder in decoders)
 
 
 def decoded(name: Callable[[], str], decode: Callable[..., Any], *data: Any) -> Any:

@@ -46,7 +46,8 @@ def array(data: Bytes) -> Any:
 
 class Pictures:
     """Decodes pictures to uint8 tensors of 3 x height x width, which the default collation stacks if they are of one
-    size.
+    size. In memory the three values of a pixel lie together, as decoders write them and as in torch's `channels_last`,
+    which convolutions on a GPU like best: to lay out planes (`contiguous`) takes a third of the time of decoding.
 
     With `size` a JPEG that is larger is scaled down while it is decoded, by 2, 4 or 8, as far as both sides keep `size`
     pixels: that takes less time than all its pixels, and leaves less to resize. With the extra `images` JPEGs are
@@ -66,7 +67,7 @@ class Pictures:
         found = None if _turbo is None or bytes(data[:3]) != _JPEG else self._jpeg(data)
         if found is None:
             found = np.array(self._opened(data))
-        return torch.from_numpy(found.transpose(2, 0, 1).copy())  # torch would use threads for it, and wait for them
+        return torch.from_numpy(found).permute(2, 0, 1)
 
     def _jpeg(self, data: Bytes) -> Any:
         """Height x width x 3; None for what only pillow understands, or calls damaged."""

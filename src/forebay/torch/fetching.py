@@ -33,8 +33,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import Dataset as TorchDataset
-from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import collate as collated
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map  # as torch's documentation says
 
 from forebay.core.errors import ForebayError
 from forebay.ports import clock
@@ -52,8 +54,22 @@ Collate = Callable[[list[Any]], Any]
 
 
 def collate(samples: list[Any]) -> Any:
-    """torch's default, without a copy where the samples are the rows of one tensor."""
-    return samples.tensor if isinstance(samples, Rows) else default_collate(samples)
+    """torch's default, without a copy where the samples are the rows of one tensor, and without laying out planes of
+    pictures whose pixels lie together."""
+    return samples.tensor if isinstance(samples, Rows) else collated(samples, collate_fn_map=_COLLATED)
+
+
+def stacked(tensors: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
+    """A batch of tensors, in memory laid out like the first. In a worker it is memory shared with the training process,
+    into which each tensor is copied once."""
+    first = tensors[0]
+    plain = first.layout is torch.strided and not first.is_nested  # of others torch itself says why they do not stack
+    if not (plain and first.dim() == 3 and first.stride(0) == 1 < first.shape[0] == first.stride(2)):
+        return collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
+    return collate_tensor_fn([tensor.permute(1, 2, 0) for tensor in tensors]).permute(0, 3, 1, 2)
+
+
+_COLLATED = {**default_collate_fn_map, torch.Tensor: stacked}
 
 
 class Step(NamedTuple):

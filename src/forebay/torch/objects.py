@@ -16,7 +16,18 @@ from forebay.core.formats.listing import Listing
 from forebay.core.spelling import known_arguments
 from forebay.ports import clock
 from forebay.torch.columns import Column
-from forebay.torch.dataset import Accesses, Dataset, OnError, decoded, parameters, runs, whole, whole_objects
+from forebay.torch.dataset import (
+    Accesses,
+    Dataset,
+    OnError,
+    decoded,
+    frees_lock,
+    parameters,
+    runs,
+    whole,
+    whole_objects,
+)
+from forebay.torch.decoders import Pictures
 from forebay.torch.source import PATIENCE_S, Bytes, Facts, Source
 from forebay.torch.switch import DIRECT_AFTER_S
 
@@ -25,9 +36,10 @@ class ObjectDataset(Dataset):
     """The objects under `place` ('bucket/prefix', 'forebay://bucket/prefix' or 's3://bucket/prefix').
 
     A sample is what `decode(key, data)` returns, with `data` bytes or a memoryview of them; without it, `bytes`. One
-    with a parameter `epoch` is told the loader's (None without our sampler), to seed what it draws. Only keys that
-    end in one of `suffixes` count; or those in `keys`, or in `listing` if nothing of it has changed, and no others; or
-    the versions in `versions` (of `Client.listing(…, versions=True)`), whatever has changed.
+    with a parameter `epoch` is told the loader's (None without our sampler), to seed what it draws. `Pictures()` may
+    stand for one. Only keys that end in one of `suffixes` count; or those in `keys`, or in `listing` if nothing of it
+    has changed, and no others; or the versions in `versions` (of `Client.listing(…, versions=True)`), whatever has
+    changed.
     `on_error`: 'raise', or 'skip' what is missing or cannot be decoded. `patience_s`: how long to wait for a node
     that does not answer; after `direct_after_s` of that the bucket's backend is read instead, where it can be (None:
     never), and `direct` says how (`{"url": "s3://…", …options…}`) where what the node says of the bucket does not do.
@@ -41,7 +53,7 @@ class ObjectDataset(Dataset):
         self,
         place: str,
         *,
-        decode: Callable[..., Any] | None = None,
+        decode: Callable[..., Any] | Pictures | None = None,
         suffixes: Sequence[str] = (),
         url: str | None = None,
         on_error: OnError = "raise",
@@ -85,6 +97,7 @@ class ObjectDataset(Dataset):
     def fetch(self, indices: Sequence[int], facts: Facts) -> list[Any]:
         items = whole_objects(self.listing, indices)
         made: list[Any] = self._source.get_many(items, facts)
+        facts.unlocked = facts.unlocked or frees_lock([self.decode])
         began_s = clock.monotonic_s()
         for number, value in enumerate(made):
             if isinstance(value, Exception):
@@ -95,9 +108,10 @@ class ObjectDataset(Dataset):
         return self._kept(lambda number: f"{items[number].bucket}/{items[number].key}", made, facts)
 
     def _made(self, key: str, value: Bytes, epoch: int | None) -> Any:
-        decode = self.decode
+        decode: Any = self.decode
         if decode is None:
             return value if type(value) is bytes else bytes(value)
+        told = (value,) if isinstance(decode, Pictures) else (key, value)
         if self._with_epoch:
             decode = partial(decode, epoch=epoch)
-        return decoded(lambda: f"{self.listing.bucket}/{key}", decode, key, value)
+        return decoded(lambda: f"{self.listing.bucket}/{key}", decode, *told)

@@ -29,7 +29,7 @@ from forebay.core.messages.batch import Item
 from forebay.core.spelling import known_arguments
 from forebay.ports import clock
 from forebay.torch.columns import Column
-from forebay.torch.dataset import Accesses, Dataset, OnError, decoded, parameters, ranges
+from forebay.torch.dataset import Accesses, Dataset, OnError, decoded, frees_lock, parameters, ranges
 from forebay.torch.source import PATIENCE_S, Bytes, Facts, Source
 from forebay.torch.switch import DIRECT_AFTER_S
 
@@ -192,6 +192,7 @@ class IndexedShards(Dataset):
         items = [self._item(*row) for row in zip(shards.tolist(), starts.tolist(), ends.tolist(), strict=True)]
         values = self._source.get_many(items, facts)
         began_s = clock.monotonic_s()
+        facts.unlocked = facts.unlocked or frees_lock(self.decode.values())
         made: list[Any] = []
 
         def name(number: int) -> str:

@@ -30,7 +30,7 @@ from forebay.core.messages.batch import Item
 from forebay.core.spelling import known_arguments
 from forebay.ports import clock
 from forebay.torch.columns import Column
-from forebay.torch.dataset import Accesses, Dataset, OnError, Shuffle, block_rows, decoded, parameters
+from forebay.torch.dataset import Accesses, Dataset, OnError, Shuffle, block_rows, decoded, frees_lock, parameters
 from forebay.torch.formats.indexed import Decode
 from forebay.torch.order import BlockShuffled, InOrder, Order
 from forebay.torch.source import PATIENCE_S, Facts, Source
@@ -211,6 +211,7 @@ class ParquetDataset(Dataset):
         groups: Column = np.searchsorted(self._row_ends, numbers, "right")
         inner = numbers - (self._row_ends[groups] - self._rows[groups])
         made: list[Any] = [None] * len(numbers)
+        facts.unlocked = facts.unlocked or frees_lock(self.decode.values())
         pid, kept = self._decoded
         if kept is None or pid != os.getpid():
             kept = _Kept(2 * self.window_bytes)
