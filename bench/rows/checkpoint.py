@@ -10,12 +10,18 @@ restore stands beside reads of a file of the same bytes into memory that was tou
 in the page cache. A restore of what only the bucket has stands beside plain reads of the checkpoint's own objects over
 the same link; each round's node knows the bucket by a name that it has not read.
 
-A round measures all sides, one after the other; what the node flushes is waited for before the next side begins. Peers
-are judged by the one whose median stall is least, round by round.
+A round measures all sides, one after the other. Before each, what the node flushes is waited for, and everything is
+synced: SeaweedFS and some peers sync nothing, and the kernel would write out theirs while another is measured. The copy
+and the save that it stands beside find the same machine: the copy is made just before, both into memory that was
+touched before (the save's is kept from save to save). Peers are judged by the one whose median stall is least, round
+by round.
 
 The steps beside which a save drains are multiplications of matrices in one thread, the same before and after it. They
 are compared with the steps just before the save, since other steps ran at another time on a shared machine. What the
-save has not sent when the fifth step ends is in the notes: a drain that is over early slows nothing.
+save has not sent when the fifth step ends is in the notes: a drain that is over early slows nothing. A bucket elsewhere
+takes no core from training. So bucket and link run only on what the others leave of the cores, and the bucket is
+another node that keeps all in its page cache: it takes about 3 s of a core for each GB. SeaweedFS takes 10, and so was
+most of what drained beside the steps.
 
 Memory is what the process has more (RssAnon and RssShmem), at the most, while it saves in waves of a cap, than before
 it made its first wave.
@@ -89,6 +95,13 @@ def _quiet() -> Iterator[None]:
 def _saver(node: Node, place: str, **more: Any) -> Iterator[Any]:
     with _module("forebay.torch").Checkpointer(place, url=node.endpoint, keep=1, **more) as checkpoints:
         yield checkpoints
+
+
+def _settle(lab: Lab, node: Node, size_bytes: int) -> None:
+    """Nothing is under way of what was saved before, and the kernel has memory at hand."""
+    node.flush("runs")
+    os.sync()
+    lab.prime_memory(size_bytes)
 
 
 # --- sides -----------------------------------------------------------------------------------------------------------
@@ -167,13 +180,12 @@ def _jobs(stack: ExitStack, lab: Lab, node: Node, size_bytes: int) -> tuple[dict
 
 
 def _after(lab: Lab, node: Node) -> None:
-    """Nothing is left of what peers saved, and nothing is to be flushed."""
+    """Nothing is left of what peers saved."""
     for left in (lab.dir / "stalls").iterdir():
         shutil.rmtree(left)
     with node.client() as client:
         for key in [entry.key for page in client.list_pages("connector", "") for entry in page.entries]:
             client.delete("connector", key)
-    node.flush("runs")
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -191,23 +203,20 @@ def save(lab: Lab, row: Row) -> Result:
         with _saver(node, "runs/bench") as checkpoints:
             checkpoints.save(0, state, wait=True)  # makes the memory of the copy, once for a job
             for turn in range(_rounds(lab, row)):
+                _settle(lab, node, size_bytes)
                 took["copy"].append(copy())
-                node.flush("runs")
-                lab.prime_memory(size_bytes)
                 began_s = time.perf_counter()
                 handle = checkpoints.save(turn + 1, state)
                 took["stall"].append(time.perf_counter() - began_s)
                 handle.durable()
                 took["durable"].append(time.perf_counter() - began_s)
-                node.flush("runs")
-                lab.prime_memory(size_bytes)
+                _settle(lab, node, size_bytes)
                 took["write"].append(written(lab.dir / "written", memoryview(copy.bytes.numpy())))
                 for name, peer in PEERS.items():
-                    lab.prime_memory(size_bytes)
+                    _settle(lab, node, size_bytes)
                     took[name].append(peer(node, lab, state))
-                    node.flush("runs")
                 for name, job in jobs.items():
-                    lab.prime_memory(size_bytes)
+                    _settle(lab, node, size_bytes)
                     took[name].append(job.round()["stall_s"])
                     _after(lab, node)
     peers = (*PEERS, *jobs)
@@ -273,13 +282,19 @@ def drain(lab: Lab, row: Row) -> Result:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with lab.remote(row.link) as remote, lab.node(core=None) as node, _saver(node, "runs/bench") as checkpoints:
+        with (
+            lab.node(core=None) as bucket,
+            lab.remote(row.link, bucket=bucket) as remote,
+            lab.node(core=None) as node,
+            _saver(node, "runs/bench") as checkpoints,
+        ):
+            bucket.add_local(BUCKET, durability="memory")
             node.add_bucket("runs", lab, remote.endpoint, write="back")
+            remote.give_way()
             checkpoints.save(0, state, wait=True)
             step = Step(torch)
             for turn in range(_rounds(lab, row)):
-                node.flush("runs")
-                lab.prime_memory(size_bytes)
+                _settle(lab, node, size_bytes)
                 before.append(sum(step() for _ in range(STEPS)))
                 handle = checkpoints.save(turn + 1, state)
                 during.append(sum(step() for _ in range(STEPS)))

@@ -121,6 +121,7 @@ def test_a_lab_leaves_nothing_behind():
         "start-2m",
         "evict-1m",
         "fill-delete-fill",
+        "checkpoint-drain",
         "checkpoint-restore",
         "checkpoint-cold",
         "checkpoint-watchdog",
