@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
+import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,8 +22,10 @@ from bench import servers
 from forebay.core.cluster.records import MAP, Map
 from forebay.meta.etcd import EtcdMeta
 from tests.node.conftest import NodeProcess, pattern
-from tests.node.test_cluster import cluster_of, flags, meta
+from tests.node.test_cluster import cluster_of, flags, meta, url
 from tests.node.test_homes import AWAY, MIB, PATIENT, Cluster, client, listed
+from tests.node.test_peers import TOKEN, WHO, state_of
+from tests.node.test_peers import asked as told_by
 from tests.patience import until
 
 Make = Callable[..., NodeProcess]
@@ -101,6 +107,29 @@ def test_copies_come_and_go(node: Make, etcd: servers.EtcdCluster, tmp_path: Pat
     cluster.settle()
     twice(cluster)
     until(lambda: kept(cluster) == 8, "that each copy is where it should be")
+
+
+def test_nodes_with_identities_keep_copies_too(node: Make, etcd: servers.EtcdCluster, tmp_path: Path) -> None:
+    identities, peer_key = tmp_path / "identities.json", tmp_path / "peer.key"
+    identities.write_text(json.dumps({"identities": [{"name": "ops", "allow": "admin:*", "token": TOKEN}]}))
+    identities.chmod(0o600)
+    peer_key.write_text(uuid.uuid4().hex + uuid.uuid4().hex)
+    known = ("--identities", str(identities), "--peer-key", str(peer_key))
+    at = url(etcd.addresses, uuid.uuid4().hex)
+    nodes = [node(*flags(tmp_path, at), *known) for _ in range(2)]
+    for one in nodes:
+        told_by(one, "PUT", "/-/v1/buckets/own", {"name": "own", "url": "local://", "write": "local", "copies": 2})
+
+    def covered() -> bool:
+        known = [each for one in nodes for each in state_of(one)["nodes"]]  # type: ignore[attr-defined]
+        return [each["doing"] for each in known] == ["serves its keys"] * 4
+
+    for key, body in {"small": b"small bytes", "large": pattern(9 * MIB)}.items():
+        until(lambda key=key, body=body: nodes[0].ask("PUT", f"/-/v1/objects/own/{key}", WHO, body)[0] == 200)
+    until(covered, "that lists were compared")
+    told = [told_by(one, "GET", "/-/metrics").decode() for one in nodes]
+    copies = [re.search(r"^forebay_kept_copies (.*)$", text, re.MULTILINE) for text in told]
+    assert sum(float(found[1]) for found in copies if found) == 2
 
 
 def test_copies_are_cleared_when_the_backend_has_them(node: Make, etcd: servers.EtcdCluster, tmp_path: Path) -> None:
@@ -271,6 +300,7 @@ def test_a_home_that_was_paused_shows_nothing_old(node: Make, etcd: servers.Etcd
         for name in ("local", "back"):
             one.json("DELETE", f"buckets/{name}")
     key = cluster.key(1, "own")
+    passed_on = cluster.key(1, "own", start=int(key.partition("-")[2]) + 1)
     assert written(cluster.clients[0], "own", key, b"old")
     until_covered(cluster)
     home = cluster.nodes[1]
@@ -279,7 +309,11 @@ def test_a_home_that_was_paused_shows_nothing_old(node: Make, etcd: servers.Etcd
     processes = [home.process.pid, *home.children().values()]
     for pid in processes:
         os.kill(pid, signal.SIGSTOP)
-    until(lambda: agreed(cluster).deposed == (cluster.ids[1],), "that it is taken over")
+    with ThreadPoolExecutor(1) as thread:  # nobody waits for what it might still answer, and holds the key's lock
+        answer = thread.submit(written, cluster.clients[0], "own", passed_on)
+        until(lambda: agreed(cluster).deposed == (cluster.ids[1],), "that it is taken over")
+        until(answer.done, "an answer to what was passed on to it")
+    until(lambda: written(cluster.clients[0], "own", passed_on, b"again"), "that the key is written again")
     until(lambda: written(cluster.clients[0], "own", key, b"new"), "that others act")
     for pid in processes:
         os.kill(pid, signal.SIGCONT)

@@ -2,7 +2,8 @@
 
 Theory. All behaviour is added by wrapping, so this function shows what happens to a request. From the bottom up: the
 backend answers; `faults` (tests, benchmarks, the demo) disturb it; `Counting` counts every request that is sent,
-and in a cluster is one that asks other nodes first (`wrap/peers.py`); `Retrying`, the only layer that retries, hides
+and in a cluster is one that asks other nodes first (`wrap/peers.py`), or one that stops waiting for a node with its
+lease (`wrap/while_alive.py`); `Retrying`, the only layer that retries, hides
 passing faults.
 """
 
@@ -16,6 +17,7 @@ from forebay.backends.wrap.counting import BackendCounters, Counting
 from forebay.backends.wrap.faulty import FaultPlan, Faulty
 from forebay.backends.wrap.peers import Peers, PeersFirst
 from forebay.backends.wrap.retrying import Retrying
+from forebay.backends.wrap.while_alive import AnotherNode, WhileAlive
 from forebay.core.machines.retry import RetryPolicy
 from forebay.core.types import Bucket
 from forebay.ports import chance as system_chance
@@ -27,12 +29,19 @@ NODE_POLICY = RetryPolicy(attempts_max=3, elapsed_max_s=10.0)  # the client trie
 
 
 def open_node(
-    bucket: Bucket, *, clock: Clock, chance: Chance, counters: BackendCounters, node: str, peer: str
+    bucket: Bucket,
+    *,
+    clock: Clock,
+    chance: Chance,
+    counters: BackendCounters,
+    node: str,
+    peer: str,
+    while_alive: WhileAlive,
 ) -> Backend:
-    """Another node of the cluster as the backend of `bucket`, ready to use; `peer` says by which map it is asked."""
-    return Retrying(
-        Counting(locate(bucket, clock, node, peer=peer), counters, clock), clock, chance, counters, NODE_POLICY
-    )
+    """Another node of the cluster as the backend of `bucket`, ready to use; `peer` says by which map it is asked, and
+    `while_alive` ends what it does not answer before its lease has ended."""
+    asked = AnotherNode(locate(bucket, clock, node, peer=peer), counters, clock, while_alive)
+    return Retrying(asked, clock, chance, counters, NODE_POLICY)
 
 
 def open_backend(

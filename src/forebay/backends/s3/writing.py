@@ -246,11 +246,7 @@ class S3Writes:
         return sent
 
     def _payload(self, body: Body) -> dict[str, str]:
-        if not self._dialect.signs_payload:
-            return {}
-        if body.data is not None and body.size_bytes <= HASHED_BYTES_MAX:
-            return {"x-amz-content-sha256": hashlib.sha256(body.data).hexdigest()}
-        return {"x-amz-content-sha256": "UNSIGNED-PAYLOAD"}
+        return payload_signed(body) if self._dialect.signs_payload else {}
 
     async def _condition(self, key: str, expect: str | None) -> dict[str, str]:
         if expect is None:
@@ -345,6 +341,13 @@ def _said(answer: Answer, headers: Headers, sent: Mapping[str, str]) -> Headers:
     encrypted = tuple((name, answer.headers[name]) for name in (ENCRYPTION, KMS_KEY) if name in answer.headers)
     kept = ((STORAGE_CLASS, sent[STORAGE_CLASS]),) if sent.get(STORAGE_CLASS, STANDARD) != STANDARD else ()
     return (*without_keeping(headers), *kept, *encrypted)
+
+
+def payload_signed(body: Body) -> dict[str, str]:
+    """What a signed request says of its body: a digest of a small one, nothing of a large one."""
+    if body.data is not None and body.size_bytes <= HASHED_BYTES_MAX:
+        return {"x-amz-content-sha256": hashlib.sha256(body.data).hexdigest()}
+    return {"x-amz-content-sha256": "UNSIGNED-PAYLOAD"}
 
 
 def refused(answer: Answer, what: str, expect: str | None) -> Exception:

@@ -18,6 +18,7 @@ Invariants. (1) What the ledger has is on the disk. (2) A copy changes, and is t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -55,6 +56,8 @@ from forebay.node.store.writer.writer import Store
 from forebay.ports.clock import Clock
 
 log = logging.getLogger("forebay.replicas")
+
+TAKEN_AT_ONCE = 32  # of what is taken over: one sync makes many of them durable, and listings wait for the last
 
 
 class KeptCopies:
@@ -287,8 +290,16 @@ class KeptCopies:
     async def take_all_over(self) -> None:
         """Make every copy this node's own that is to be."""
         agreed = self._agreed()
-        for name in self.ledger.taken_over(agreed) if agreed is not None else ():
-            await self.take_over(name)
+        names = iter(self.ledger.taken_over(agreed) if agreed is not None else ())
+
+        async def one_after_another() -> None:
+            for name in names:
+                await self.take_over(name)
+
+        at_once = [asyncio.ensure_future(one_after_another()) for _ in range(TAKEN_AT_ONCE)]
+        for ended in await asyncio.gather(*at_once, return_exceptions=True):
+            if isinstance(ended, BaseException):
+                raise ended
 
     # --- forgetting --------------------------------------------------------------------------------------------------
     async def tidy(self, *, all: bool = False) -> None:

@@ -15,6 +15,9 @@ home, and asks the backend.
 *Where keys were.* A key's home that has not got the bytes asks its homes by earlier maps, drained nodes whose process
 still runs too. They know by the map that the key is not theirs, give what they have, and ask nobody.
 
+*No waiting for the dead.* Where a node stands in a backend's place, and for what nodes say to each other about copies,
+claims and listings, a request that it has not answered ends when its lease does (`wrap/while_alive.py`).
+
 A node that does not answer rests for REST_S. Backends of peers are made anew for each epoch, since the epoch is among
 their headers; bodies under way go on.
 
@@ -29,22 +32,27 @@ map, or was in it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import hmac
 import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Coroutine
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from forebay.backends import errors
 from forebay.backends.http.requests import NOTHING, Wire
 from forebay.backends.locate import locate, wire_to
+from forebay.backends.s3.writing import payload_signed
 from forebay.backends.seam import Backend, Body
 from forebay.backends.stack import open_node
 from forebay.backends.wrap.counting import BackendCounters
 from forebay.backends.wrap.peers import Peer
 from forebay.core.access import PEER_KEY_ID, Grant, Identity
-from forebay.core.errors import ForebayError, Invalid
+from forebay.core.errors import ForebayError, Invalid, Unavailable
 from forebay.core.limits import STRIPE_BYTES
 from forebay.core.messages.calls import Uploads, UploadsCall
 from forebay.core.messages.copied import ClearCopy, CompareCopies, Copied, CopiesSaid, on_one_line
@@ -57,6 +65,7 @@ from forebay.ports import chance
 from forebay.ports.clock import Clock
 
 log = logging.getLogger("forebay.peers")
+ResultT = TypeVar("ResultT")
 
 REST_S = 3.0
 GONE_REST_S = 3600.0  # of one that was drained: nobody starts it again
@@ -99,6 +108,8 @@ class Peers:
         self._counters = BackendCounters()
         self._rests_until_s: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._waits: dict[str, set[asyncio.Timeout]] = defaultdict(set)  # for answers, by node
+        seat.left = self._give_up
 
     def to_ask(self, bucket: str, key: str, stripe: int) -> list[Peer]:
         """Who is asked for the bytes of a key's stripe: its home, or at the home whose it was before."""
@@ -138,6 +149,7 @@ class Peers:
                 counters=self._counters,
                 node=self._node_id,
                 peer=f"{home.node} {home.epoch}",
+                while_alive=functools.partial(self._while_alive, home.node),
             )
             known = Served(place, backend, of=served, node=f"node {home.node}")
             self._in_place[bucket.name, home] = served, known
@@ -146,7 +158,7 @@ class Peers:
     async def claim(self, home: Home, bucket: str, key: str) -> bool:
         """Ask a node to let go of a key; False if it has something of it that nobody else has."""
         wire = self._wire(home, bucket)
-        answer = await wire.run(lambda: wire.ask([(CLAIM_QUERY, "")], key=key))
+        answer = await self._while_alive(home.node, wire.run(lambda: wire.ask([(CLAIM_QUERY, "")], key=key)))
         if answer.status not in (202, 204):
             raise errors.from_status(answer.status, answer.body.decode(errors="replace"), home.address, answer.headers)
         return answer.status == 204
@@ -188,14 +200,16 @@ class Peers:
         headers: dict[str, str] | None = None,
         body: Body = NOTHING,
     ) -> bytes:
-        answer = await self._wire(home, bucket).tell(method, key, query=query, headers=headers, body=body)
+        sent = {**(headers or {}), **payload_signed(body)}
+        told = self._wire(home, bucket).tell(method, key, query=query, headers=sent, body=body)
+        answer = await self._while_alive(home.node, told)
         if answer.status not in (200, 204):
             raise errors.from_status(answer.status, answer.body.decode(errors="replace"), home.address, answer.headers)
         return answer.body
 
     async def _told(self, home: Home, bucket: str, query: list[tuple[str, str]]) -> bytes:
         wire = self._wire(home, bucket)
-        answer = await wire.run(lambda: wire.ask(query))
+        answer = await self._while_alive(home.node, wire.run(lambda: wire.ask(query)))
         if answer.status != 200:
             raise errors.from_status(answer.status, answer.body.decode(errors="replace"), home.address, answer.headers)
         return answer.body
@@ -210,6 +224,34 @@ class Peers:
 
     def _place(self, bucket: str, home: Home) -> Bucket:
         return Bucket(bucket, f"s3://{bucket}", 0.0, options={**self._options, "endpoint": home.address})
+
+    async def _while_alive(self, node: str, call: Awaitable[ResultT]) -> ResultT:
+        """What the node answers; `Unavailable` when its lease has ended before: then it may have done it."""
+        if node not in self._seat.alive:
+            if isinstance(call, Coroutine):
+                call.close()
+            raise errors.NotDone(f"node {node} is not heard of: its keys are others' in a moment", retry_after_s=1.0)
+        waits = self._waits[node]
+        try:
+            async with asyncio.timeout(None) as wait:
+                waits.add(wait)
+                try:
+                    return await call
+                finally:
+                    waits.discard(wait)
+        except TimeoutError as error:
+            if not wait.expired():
+                raise
+            raise Unavailable(
+                f"node {node} was not heard of for a lease, and had not answered. It may have been done: look before "
+                "you ask again",
+                retry_after_s=1.0,
+            ) from error
+
+    def _give_up(self, node: str) -> None:
+        """The node lives no more: nobody waits for what it has not answered."""
+        for wait in self._waits.pop(node, ()):
+            wait.reschedule(0.0)
 
     def _go_by(self, epoch: int) -> None:
         if epoch != self._epoch:

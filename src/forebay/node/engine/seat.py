@@ -145,6 +145,7 @@ class Seat:
         self._heard = asyncio.Event()  # what the cluster wants of this node is known
         self._outlived_s = 0.0  # Unix time; others may have gone on without what was acknowledged here before
         self.away = ""  # why clients should go to another node; "" if they need not
+        self.left: Callable[[str], None] = lambda node: None  # hears of each node whose process lives no more
 
     def start(self) -> None:
         """Begin; it goes on in the background, whatever the store does."""
@@ -524,7 +525,7 @@ class Seat:
     def _step(self, event: Event) -> None:
         if self._closed:
             return
-        machine, before = self._machine, self._machine.map
+        machine, before, lived = self._machine, self._machine.map, dict(self._machine.alive)
         own = machine.nodes.get(machine.node)
         events: list[Event] = [event]
         while events:
@@ -537,6 +538,9 @@ class Seat:
                     case Write():
                         self._spawn(self._write(effect))
         machine.check()
+        for node, present in lived.items():
+            if machine.alive.get(node, UNREADABLE).incarnation != present.incarnation:
+                self.left(node)
         if isinstance(event, Told) and not self._wrong:
             self._hear(own)
         if before is not None and machine.map is not None and before.owners not in ({}, machine.map.owners):

@@ -1,0 +1,102 @@
+"""`python -m tests.sim.silent_home SEED`: a node stands still while others have passed requests on to it.
+
+Three nodes of the product in virtual time (`forebay/sim/nodes.py`), whose buckets have two copies. One of them gets no
+turns any more. What clients had asked of its keys at the others must be answered when its lease has ended, and asked
+again it must work: nobody waits for what the silent node might still say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+
+from forebay.sim.scale import scale
+
+scale()  # before the rest of the product is imported
+
+from forebay.sim.nodes import AGAIN_S, Node, Nodes  # noqa: E402
+from forebay.sim.world import Found  # noqa: E402
+
+TAKEN_OVER_WITHIN_S = 2.0  # beyond the lease
+LATE_S = 2.0  # here one message in fifty is late by up to a second, and several follow one another
+FOR_EVER_S = 10_000.0
+EACH = ("PUT", "GET", "HEAD", "DELETE")
+
+
+class SilentHome(Nodes):
+    """`run` it once."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        assert self.copies == 2, "seeds whose half is odd have two copies"
+        self.slowest_s = 0.0
+
+    async def _story(self) -> None:
+        for node in self.nodes:
+            self._begin(node)
+        await self._heal()
+        silent, *others = self.nodes
+        keys = [(bucket, f"k{number}") for bucket in ("back", "own") for number in range(24)]
+        for place in keys:
+            await self._until_done(others[0], "PUT", place)
+        await self._until_covered()
+        engine = silent.life.engine  # type: ignore[union-attr]
+        mine = [place for place in keys if engine.seat.agreed.holder(*place) == engine.node_id]  # type: ignore[union-attr]
+        asked = [(other, method) for other in others for method in EACH]
+        assert len(mine) >= len(asked), "enough keys for each to have one of its own"
+        silent.paused_until_s = self.clock.now_s + FOR_EVER_S
+        last_s = self.clock.now_s + silent.settings.lease_s + TAKEN_OVER_WITHIN_S + LATE_S
+        await asyncio.gather(
+            *(self._ask_until(last_s, *each, place) for each, place in zip(asked, mine, strict=False)),
+            *(self._list_until(last_s, other, bucket) for other in others for bucket in ("back", "own")),
+        )
+
+    async def _until_covered(self) -> None:
+        while True:
+            seats = [node.life.engine.seat for node in self.nodes if node.life is not None]
+            maps = [seat.agreed for seat in seats if seat is not None]
+            if all(known is not None and known.covered == known.held > 0 for known in maps):
+                return
+            await asyncio.sleep(AGAIN_S)
+
+    async def _ask_until(self, last_s: float, node: Node, method: str, place: tuple[str, str]) -> None:
+        """The first answer, whatever it is, and one that is no refusal."""
+        began_s = self.clock.now_s
+        with contextlib.suppress(OSError):
+            await self._ask_at(f"{method} {place}", node, method, "/{}/{}".format(*place), {}, b"new")
+        self._check(began_s, last_s, f"{method} of {place} at {node.name} has its first answer")
+        await self._until_done(node, method, place)
+        self._check(began_s, last_s, f"{method} of {place} at {node.name} works again")
+
+    async def _list_until(self, last_s: float, node: Node, bucket: str) -> None:
+        began_s = self.clock.now_s
+        while True:
+            if (await self._ask_at(f"list {bucket}", node, "GET", f"/{bucket}", {}, None)).status == 200:
+                break
+            await asyncio.sleep(0.2)
+        self._check(began_s, last_s, f"a listing of {bucket} at {node.name} works again")
+
+    async def _until_done(self, node: Node, method: str, place: tuple[str, str]) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                who = f"{method} {place}"
+                answer = await self._ask_at(who, node, method, "/{}/{}".format(*place), {}, b"new")
+                if answer.status < 300 or (method != "PUT" and answer.status == 404):
+                    return
+            await asyncio.sleep(0.2)
+
+    def _check(self, began_s: float, last_s: float, what: str) -> None:
+        self.slowest_s = max(self.slowest_s, self.clock.now_s - began_s)
+        if self.clock.now_s > last_s:
+            raise Found(f"{what} only {self.clock.now_s - began_s:.1f} s after the home fell silent")
+
+
+if __name__ == "__main__":
+    world = SilentHome(int(sys.argv[1]))
+    try:
+        world.run()
+    except AssertionError:
+        print("\n".join(world.lines[-60:]))
+        raise
+    print(f"{world.slowest_s:.1f} s")
