@@ -51,8 +51,10 @@ class Cluster:
         lease_s: float = LEASE_S,
         fronts: int = 1,
         environment: Mapping[str, str] | None = None,
+        takes_over: bool = False,
     ) -> None:
-        """`environment`: variables of the nodes beside this process's own."""
+        """`environment`: variables of the nodes beside this process's own. `takes_over`: others act for a node that is
+        silent, if all buckets have two copies."""
         self.box, self._up_bit_s, self._fronts = box, up_bit_s, fronts
         self._environment = ("env", *(f"{name}={value}" for name, value in (environment or {}).items()))
         self._made = 0
@@ -67,7 +69,7 @@ class Cluster:
         self._key.write_text("a key that all nodes of this box have, and nobody else")
         self._key.chmod(0o600)
         self._config = box.dir / "node.toml"
-        self._config.write_text(f"lease = {lease_s}\n")
+        self._config.write_text(f"lease = {lease_s}\ntake_over = {'true' if takes_over else 'false'}\n")
         box.start(*self.etcd.members, self.bucket)
         self.bucket.create_bucket(BUCKET)
         self.grow(count)

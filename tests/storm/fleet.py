@@ -6,7 +6,8 @@ nothing of homes. A node that refuses the connection did nothing, so the next on
 
 *Faults.* Each is a context manager: it strikes, lasts while the clients work, and has passed at its end. What a home
 has that no other node has is unavailable while it is away, and 503 says so; no answer may be wrong. With `takes_over`
-the cluster promises more: every key is served while one node is dead.
+buckets have two copies, and the cluster promises more: every key is served while one node is dead, and a machine that
+was killed stays so until then.
 
 *Quiet.* What a cut link held back arrives when it is mended. `is_settled` waits for that too: nothing may be on its way
 in any host of the box, or a write that a client gave up would happen after its history was judged.
@@ -41,6 +42,7 @@ from tests.storm.judging import Ask
 
 LEASE_S = 4.0
 NODES_MIN, NODES_MAX = 3, 5
+LOOKED_AT = 24  # keys that show whether all is served: one of each node's, whoever is in its place, is among them
 CALL_TIMEOUT_S = 15.0
 LEAVES_WITHIN_S = 6.0  # a node that is drained and has local data stays: nobody waits longer to see that
 MODES: dict[str, WriteMode] = {"back": "back", "local": "local"}
@@ -80,7 +82,7 @@ class Fleet:
         if plant:
             (box.dir / "sitecustomize.py").write_text(PLANTING)
             environment = {"PYTHONPATH": f"{box.dir}:{REPOSITORY}", "FOREBAY_PLANT": plant}
-        self.cluster = Cluster(box, NODES_MIN, lease_s=LEASE_S, environment=environment)
+        self.cluster = Cluster(box, NODES_MIN, lease_s=LEASE_S, environment=environment, takes_over=takes_over)
         self.seaweed = self.cluster.bucket
         self.gate = box.hosts["bucket"].place(Gate(self.seaweed))
         box.start(self.gate)
@@ -99,9 +101,9 @@ class Fleet:
         with node.client() as client:
             for name, kind in zip(self.buckets, self.kinds, strict=True):
                 place = (LOCAL_URL, {}) if MODES[kind] == "local" else (f"s3://{name}", options)
-                client.bucket_put(
-                    Bucket(name, place[0], freshness_s=FRESH_IMMUTABLE, options=place[1], write=MODES[kind])
-                )
+                copies = 2 if self.takes_over else 1
+                bucket = Bucket(name, place[0], FRESH_IMMUTABLE, options=place[1], write=MODES[kind], copies=copies)
+                client.bucket_put(bucket)
 
     # --- what clients and the judge ask ------------------------------------------------------------------------------
     def ask(self, method: str, target: str, headers: dict[str, str], body: bytes | None) -> Answer:
@@ -122,7 +124,7 @@ class Fleet:
 
     def takes_writes(self) -> bool:
         """Whether each node serves each bucket."""
-        targets = [f"/{bucket}/settled-{number}" for bucket in self.buckets for number in range(4)]
+        targets = [f"/{bucket}/settled-{number}" for bucket in self.buckets for number in range(LOOKED_AT)]
         try:
             return all(
                 ask("HEAD", target, {}, None).status in (200, 404)
@@ -158,9 +160,16 @@ class Fleet:
                 for state in states
                 for node in (state.cluster.nodes if state.cluster is not None else [])
             )
+            and (not self.takes_over or self.is_covered(states))
             and not any(state.reads or state.flights or state.catching_up for state in states)
             and not self.on_its_way()
         )
+
+    def is_covered(self, states: list[NodeState]) -> bool:
+        """Whether all that no backend has is on two nodes, and no node has yet to forget what it had."""
+        here = {node.endpoint for node in self.cluster.nodes}
+        nodes = [node for state in states for node in (state.cluster.nodes if state.cluster is not None else [])]
+        return all(node.doing == "serves its keys" for node in nodes if node.address in here and node.state == "active")
 
     def on_its_way(self) -> list[str]:
         """Connections with bytes that one end has not sent, or has not been told of."""
