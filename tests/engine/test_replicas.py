@@ -10,10 +10,11 @@ import pytest
 
 from forebay.core.cluster.records import Map, Presence
 from forebay.core.errors import Unavailable
-from forebay.core.messages.calls import DeleteCall, PutCall
+from forebay.core.messages.calls import DeleteCall, ObjectNamed, PutCall, TagCall
 from forebay.core.messages.copied import ClearCopy
+from forebay.core.s3rules.tags import tags_among
 from forebay.core.types import LOCAL_URL, Bucket
-from forebay.node.engine.replicas import Replicas
+from forebay.node.engine.replicas import COMPARED_FOR_S, Replicas
 
 from .conftest import Rig
 
@@ -25,9 +26,14 @@ class OtherNode:
 
     def __init__(self) -> None:
         self.kept: set[str] = set()
+        self.tags: str | None = ""  # of what it was told to keep last
+        self.is_silent = False
 
     async def keep_copy(self, home: Any, bucket: str, key: str, about: Any, body: Any) -> None:
+        if self.is_silent:
+            raise Unavailable("it does not answer")
         self.kept.add(key)
+        self.tags = tags_among(about.headers)
 
     async def clear_copy(self, home: Any, call: ClearCopy) -> None:
         self.kept.discard(call.key)
@@ -36,7 +42,7 @@ class OtherNode:
         return [key for key, _ in call.listed if key not in self.kept]
 
 
-def _beside_another(rig: Rig) -> tuple[Replicas, OtherNode]:
+def _beside_another(rig: Rig, now_s: Callable[[], float] | None = None) -> tuple[Replicas, OtherNode]:
     engine, other = rig.engine, OtherNode()
     both = {engine.node_id: 1.0, "other": 1.0}
     agreed = Map(1, True, both, both, both, held=1)
@@ -47,8 +53,9 @@ def _beside_another(rig: Rig) -> tuple[Replicas, OtherNode]:
 
     kept: Any = SimpleNamespace(tidy=nothing, take_all_over=nothing, waiting=False)
     peers: Any = other
+    clock: Any = SimpleNamespace(monotonic_s=now_s or engine.clock.monotonic_s)
     engine.writes.replicas = replicas = Replicas(
-        seat, peers, engine.node_id, engine.clock, kept,
+        seat, peers, engine.node_id, clock, kept,
         store=engine.store, index=engine.index, buckets=engine.buckets, writes=engine.writes, flusher=engine.flusher,
         volumes=engine.volumes, flush=engine.flush, is_whole=lambda: True,
     )  # fmt: skip
@@ -76,6 +83,42 @@ def test_what_could_not_be_deleted_here_is_kept_by_the_other_node_again(
             await rig.engine.writes.delete(DeleteCall("own", "key"))
         monkeypatch.undo()
         assert rig.engine.store.owned("own", "key") is not None
+        await replicas._tend_once()
+        assert other.kept == {"key"}
+
+    rigged(story)
+
+
+def test_tags_are_kept_by_the_other_node_before_anybody_reads_them(rigged: Rigged) -> None:
+    """If it does not keep them, they are not set: whoever took over would have the old ones."""
+
+    async def story(rig: Rig) -> None:
+        _, other = _beside_another(rig)
+        await rig.engine.buckets.put(Bucket("own", LOCAL_URL, write="local", copies=2))
+        await rig.engine.writes.put(PutCall("own", "key", 5, body=b"bytes"))
+        other.is_silent = True
+        with pytest.raises(Unavailable):
+            await rig.engine.tags.tag(TagCall("own", "key", "colour=red"))
+        assert (await rig.engine.tags.read(ObjectNamed("own", "key"))).tags == ""
+        other.is_silent = False
+        await rig.engine.tags.tag(TagCall("own", "key", "colour=blue"))
+        assert (await rig.engine.tags.read(ObjectNamed("own", "key"))).tags == other.tags == "colour=blue"
+
+    rigged(story)
+
+
+def test_a_copy_that_was_lost_is_made_again_within_an_hour(rigged: Rigged) -> None:
+    now_s = [1000.0]
+
+    async def story(rig: Rig) -> None:
+        replicas, other = _beside_another(rig, lambda: now_s[0])
+        await rig.engine.buckets.put(Bucket("own", LOCAL_URL, write="local", copies=2))
+        await rig.engine.writes.put(PutCall("own", "key", 5, body=b"bytes"))
+        await replicas._tend_once()
+        other.kept.clear()  # with the volume on which it was
+        await replicas._tend_once()
+        assert not other.kept, "nobody compares all the time"
+        now_s[0] += COMPARED_FOR_S
         await replicas._tend_once()
         assert other.kept == {"key"}
 

@@ -6,7 +6,8 @@ holders changed meanwhile, whoever is second now gets it before the answer. What
 have, is cleared there before it is forgotten here. `kept.py` is the other end.
 
 In the background (`tend`) a node compares, with one other after another, what that is to keep, sends what is missing,
-and says that all is covered. After something failed, it waits for AGAIN_S. Nothing of it holds up what clients ask,
+and says that all is covered. It does so again each hour, since a keeper may have lost a volume. After something failed,
+it waits for AGAIN_S. Nothing of it holds up what clients ask,
 but for the lock of one key while its copy is sent.
 
 A node alone has none of this, nor have buckets that are kept once. A node that is no holder (it comes or goes) keeps
@@ -23,9 +24,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -37,7 +38,7 @@ from forebay.core.cluster.replication import Name, Sent, mark
 from forebay.core.errors import Corrupt, ForebayError, Unavailable
 from forebay.core.messages.copied import ClearCopy, CompareCopies, Copied
 from forebay.core.record import Record, State, info_of
-from forebay.core.types import Headers
+from forebay.core.types import Headers, ObjectInfo
 from forebay.node.engine.buckets import Buckets
 from forebay.node.engine.flush.flusher import Flusher
 from forebay.node.engine.kept import KeptCopies
@@ -52,11 +53,13 @@ from forebay.node.store.writer.writer import Store
 from forebay.ports.clock import Clock
 
 log = logging.getLogger("forebay.replicas")
+ResultT = TypeVar("ResultT")
 
 AGAIN_S = 0.5  # between attempts to have a copy kept, or lists compared
 PATIENCE_S = 4.0  # how long a write waits for its second, besides the time that its bytes take
 BYTES_S = 4 * limits.MIB  # a link, and a disk at its end, that are slower count as silent
 TURNS = 6  # of sending, while the holders change
+COMPARED_FOR_S = 3600.0  # a copy that its keeper's disk lost is made again within it; 10^7 keys are 5,000 requests
 LISTED_MAX = 2_000  # keys of one list: 2 MB where keys are as long as they may be
 
 
@@ -99,6 +102,7 @@ class Replicas:
         self._flusher, self._volumes, self._flush, self._is_whole = flusher, volumes, flush, is_whole
         self.sent = Sent(node_id, store.take_id)
         self._silent: set[str] = set()
+        self._compared_s = clock.monotonic_s()  # when all lists were due
 
     def keeps_twice(self, bucket: str) -> bool:
         """Whether what no backend has of the bucket is kept on two nodes."""
@@ -129,22 +133,36 @@ class Replicas:
             return await self._writes.commits.commit(change)
         if change.note is None:
             return await self._forget(name, change)
+        return await self._kept_first(
+            name, self._of_change(change, change.note), lambda: self._writes.commits.commit(change)
+        )
+
+    async def retag(self, bucket: str, info: ObjectInfo, note: Note | None, act: Callable[[], Awaitable[None]]) -> None:
+        """Under the key's lock: `act`, after which the object is described by `info` and `note`, its bytes as before.
+        `Unavailable` as `commit`."""
+        copy = self._of_store((bucket, info.key)) if self.keeps_twice(bucket) and note is not None else None
+        if copy is None or note is None:
+            await act()
+            return
+        about = self._about(note, info.etag, info.modified_s, info.headers)
+        await self._kept_first((bucket, info.key), _Copy(about, copy.body), act)
+
+    async def _kept_first(self, name: Name, first: _Copy, act: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """`act`, which makes the key what the copy is of, once the second keeps that."""
         write = self.sent.begin(name)
         try:
-            copy: _Copy | None = self._of_change(change, change.note)
-            assert copy is not None
-            held = await self._place(name, copy)
+            held = await self._place(name, first)
             try:
-                record = await self._writes.commits.commit(change)
+                result = await act()
             except BaseException:
                 await self._take_back(name)
                 raise
             for _ in range(TURNS):
                 if self._agreed().held == held:
-                    return record
+                    return result
                 copy = self._of_store(name)
                 if copy is None:
-                    return record
+                    return result
                 held = await self._place(name, copy)
         finally:
             self.sent.end(write)
@@ -170,11 +188,6 @@ class Replicas:
                 await self.clear(*name)
             else:
                 await self._place(name, copy)
-
-    async def copy_again(self, bucket: str, key: str) -> None:
-        """Under the key's lock: what is here changed, but for its bytes."""
-        if self.keeps_twice(bucket) and (copy := self._of_store((bucket, key))) is not None:
-            await self._place((bucket, key), copy)
 
     async def clear(self, bucket: str, key: str) -> None:
         """Under the key's lock: a backend has it, or nobody shall. Nobody keeps it for this node when this returns.
@@ -310,6 +323,11 @@ class Replicas:
         buckets = self._twice()
         if not buckets or self.node_id not in agreed.holders or self._seat.agreed is not agreed:
             return
+        now_s = self._clock.monotonic_s()
+        if now_s >= self._compared_s + COMPARED_FOR_S:
+            self._compared_s = now_s
+            for other in agreed.holders:
+                self.sent.failed(other)
         others = {node: present for node, present in self._seat.alive.items() if node not in self._silent}
         node = self.sent.to_compare(agreed, others)
         self._silent = set() if node is None else {*self._silent, node}  # whoever does not answer is tried again last

@@ -103,13 +103,18 @@ class Tags:
             owes = msgspec.structs.replace(before, seq=seq, tags=tags, upload_id="", upload_key="", part_bytes=0)
             owes = succeeding(owes, before)
         tagged = headings.plan(bucket, info_of(record, key), record, tags, owes)
-        await self._in_worker(lambda: headings.keep(tagged))
-        owed = headings.show(tagged)
-        if owed is not None:
-            self._owes.add(owed)
-        self._writes.commits.flush()
-        if self._writes.replicas is not None:
-            await self._writes.replicas.copy_again(bucket, key)
+
+        async def keep() -> None:
+            await self._in_worker(lambda: headings.keep(tagged))
+            owed = headings.show(tagged)
+            if owed is not None:
+                self._owes.add(owed)
+            self._writes.commits.flush()
+
+        if self._writes.replicas is None:
+            await keep()
+        else:
+            await self._writes.replicas.retag(bucket, tagged.info, tagged.note, keep)
 
     async def _in_worker(self, work: Callable[[], ResultT]) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._workers, work)

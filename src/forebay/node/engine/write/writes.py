@@ -36,7 +36,7 @@ import functools
 import logging
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
@@ -117,7 +117,9 @@ class Replicas(Protocol):
 
     async def commit(self, change: Change) -> Record | None: ...
 
-    async def copy_again(self, bucket: str, key: str) -> None: ...
+    async def retag(
+        self, bucket: str, info: ObjectInfo, note: Note | None, act: Callable[[], Awaitable[None]]
+    ) -> None: ...
 
 
 class Writes:
