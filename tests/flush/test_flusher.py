@@ -520,6 +520,29 @@ def test_a_stranger_who_deleted_what_we_change_is_a_conflict_too(story):
     story(tell)
 
 
+def test_who_lost_its_place_while_it_was_flushing_leaves_no_copy_of_a_conflict(story):
+    """What it finds there is from the node that took over. It forgets what it owed as soon as it hears of that."""
+
+    async def tell(node: Node) -> None:
+        await node.write("k", b"base")
+        await node.settle()
+        node.remote.place("k", b"of the node that took over")
+        before, refused = node.remote.count("put"), []
+
+        def may_send(bucket: str) -> None:
+            if node.remote.count("put") > before:
+                refused.append(bucket)
+                raise Unavailable("this node lost its place")
+
+        node.flusher.may_send = may_send
+        await node.write("k", b"ours")
+        await until(lambda: refused or len(node.remote.names()) > 1)
+        assert node.remote.names() == ["k"]
+        assert node.remote.data("k") == b"of the node that took over"
+
+    story(tell)
+
+
 def test_a_backend_without_conditions_is_asked_before_it_is_written_to(story):
     async def tell(node: Node) -> None:
         node.remote.knows_conditions = False

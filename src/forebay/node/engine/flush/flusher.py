@@ -194,6 +194,9 @@ class _Keeping:
     def leaves(self, seq: int, left: bool = True) -> bool:
         return self._flusher.leaves(self._bucket, self._key, seq, left)
 
+    def may_send(self) -> None:
+        self._flusher.may_send(self._bucket)
+
 
 class Flusher:
     """See the module's header. Everything runs on the loop that made it.

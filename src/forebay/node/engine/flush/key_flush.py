@@ -72,6 +72,10 @@ class Keeping(Protocol):
         one may have left before. `Superseded` if the key owes something else now."""
         ...
 
+    def may_send(self) -> None:
+        """`Unavailable` if another node may act in this one's place."""
+        ...
+
 
 class Destination(NamedTuple):
     """Where errands of one bucket go, and what they share. `sends` bounds bodies under way. `linger` closes a file
@@ -180,6 +184,7 @@ class Errand:
         self.is_cancellable = False
         try:
             if key != self._key or self._left:
+                self._keeping.may_send()
                 return await act()
             self.is_repeated = self._keeping.leaves(self.note.seq)
             self._left = True
