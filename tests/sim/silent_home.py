@@ -1,8 +1,12 @@
-"""`python -m tests.sim.silent_home SEED`: a node stands still while others have passed requests on to it.
+"""`python -m tests.sim.silent_home SEED [flush|unconditional]`: a node stands still while others wait for it.
 
 Three nodes of the product in virtual time (`forebay/sim/nodes.py`), whose buckets have two copies. One of them gets no
 turns any more. What clients had asked of its keys at the others must be answered when its lease has ended, and asked
 again it must work: nobody waits for what the silent node might still say.
+
+With `flush` the node stands still while it sends an object to the bucket. Others take over, write the object again and
+flush it. Then the node goes on, and its request lands: the bucket must refuse it, since it holds another version by
+now. `unconditional` plants a bug: requests have no condition.
 """
 
 from __future__ import annotations
@@ -10,11 +14,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 from forebay.sim.scale import scale
 
 scale()  # before the rest of the product is imported
 
+from forebay.core.machines.delivery import Delivery  # noqa: E402
+from forebay.core.machines.delivery_events import Effect, Put  # noqa: E402
+from forebay.sim.doors import patched  # noqa: E402
 from forebay.sim.nodes import AGAIN_S, Node, Nodes  # noqa: E402
 from forebay.sim.world import Found  # noqa: E402
 
@@ -77,11 +87,11 @@ class SilentHome(Nodes):
             await asyncio.sleep(0.2)
         self._check(began_s, last_s, f"a listing of {bucket} at {node.name} works again")
 
-    async def _until_done(self, node: Node, method: str, place: tuple[str, str]) -> None:
+    async def _until_done(self, node: Node, method: str, place: tuple[str, str], body: bytes = b"new") -> None:
         while True:
             with contextlib.suppress(OSError):
                 who = f"{method} {place}"
-                answer = await self._ask_at(who, node, method, "/{}/{}".format(*place), {}, b"new")
+                answer = await self._ask_at(who, node, method, "/{}/{}".format(*place), {}, body)
                 if answer.status < 300 or (method != "PUT" and answer.status == 404):
                     return
             await asyncio.sleep(0.2)
@@ -92,11 +102,71 @@ class SilentHome(Nodes):
             raise Found(f"{what} only {self.clock.now_s - began_s:.1f} s after the home fell silent")
 
 
+class LateFlush(SilentHome):
+    """As the module says of a flush. `run` it once."""
+
+    async def _story(self) -> None:
+        for node in self.nodes:
+            self._begin(node)
+        await self._heal()
+        silent, other, third = self.nodes
+        engine: Any = silent.life.engine  # type: ignore[union-attr]
+        names = [("back", f"k{number}") for number in range(64)]
+        place = next(name for name in names if engine.seat.agreed.holder(*name) == engine.node_id)
+        await self._until_covered()
+        self.service.set_mood("slow")
+        await self._until_done(other, "PUT", place, b"old")
+        await self._until_sending(engine, place, True)
+        silent.paused_until_s = self.clock.now_s + FOR_EVER_S
+        self.service.set_mood("fine")
+        await self._until_done(other, "PUT", place, b"newer")
+        await self._until_in_bucket(place, b"newer")
+        silent.paused_until_s = self.clock.now_s
+        await self._until_sending(engine, place, False)
+        await self._heal()
+        for node in (silent, other, third):
+            found = await self._ask_at("reader", node, "GET", "/{}/{}".format(*place), {}, None)
+            if (found.status, found.body) != (200, b"newer"):
+                raise Found(f"{node.name} has {found.status} {found.body!r}")
+        await self._until_in_bucket(place, b"newer")
+
+    async def _until_sending(self, engine: Any, place: tuple[str, str], wanted: bool) -> None:
+        """Until a request that cannot be taken back is under way, or none is."""
+        while True:
+            flight = engine.flusher._of[place[0]].flights.get(place[1])
+            if wanted == (flight is not None and flight.errand is not None and not flight.errand.is_cancellable):
+                return
+            await asyncio.sleep(0.01)
+
+    async def _until_in_bucket(self, place: tuple[str, str], body: bytes) -> None:
+        memory = self.service.memory[place[0]]
+        for _ in range(600):
+            with contextlib.suppress(KeyError):
+                if memory._objects[place[1]][1] == body:
+                    return
+            await asyncio.sleep(AGAIN_S)
+        raise Found(f"the bucket has {memory._objects.get(place[1])}, and the newest is {body!r}")
+
+
+@contextlib.contextmanager
+def unconditional() -> Iterator[None]:
+    """A bug: no request of a flush has a condition."""
+    real = Delivery._request
+
+    def request(delivery: Delivery, *, looked: bool = False) -> list[Effect]:
+        return [replace(each, expect=None) if isinstance(each, Put) else each for each in real(delivery, looked=looked)]
+
+    with patched([(Delivery, "_request", request)]):
+        yield
+
+
 if __name__ == "__main__":
-    world = SilentHome(int(sys.argv[1]))
+    seed, about = int(sys.argv[1]), sys.argv[2:]
+    world = LateFlush(seed) if about else SilentHome(seed)
     try:
-        world.run()
+        with unconditional() if about == ["unconditional"] else contextlib.nullcontext():
+            world.run()
     except AssertionError:
         print("\n".join(world.lines[-60:]))
         raise
-    print(f"{world.slowest_s:.1f} s")
+    print("refused" if about else f"{world.slowest_s:.1f} s")

@@ -1,4 +1,4 @@
-"""What was passed on to a node that fell silent is answered with its lease: in virtual time, a process of its own."""
+"""A node that fell silent: what was passed on to it, and what it was sending. In virtual time, in processes."""
 
 import re
 import subprocess
@@ -8,9 +8,26 @@ from pathlib import Path
 import pytest
 
 
+def told(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.sim.silent_home", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+
+
 @pytest.mark.parametrize("seed", [2, 3, 6])
 def test_what_was_passed_on_to_a_silent_node_is_answered_with_its_lease(seed: int) -> None:
-    command = [sys.executable, "-m", "tests.sim.silent_home", str(seed)]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    run = told(str(seed))
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
     assert re.match(r"[0-9.]+ s", run.stdout)
+
+
+@pytest.mark.parametrize("seed", [2, 3, 6])
+def test_what_a_silent_node_was_sending_lands_on_nothing_newer(seed: int) -> None:
+    run = told(str(seed), "flush")
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
+    assert run.stdout == "refused\n"
+
+
+def test_it_is_the_condition_of_the_request_that_prevents_it() -> None:
+    run = told("2", "unconditional")
+    assert run.returncode == 1
+    assert "Found: the bucket has" in run.stderr

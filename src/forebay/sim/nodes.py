@@ -8,7 +8,8 @@ history is that of all nodes together, and it must have an explanation.
 
 A story has rounds. In each, clients call while misfortune happens: nodes are killed, between two turns or between two
 calls that change their disk, machines stop, nodes pause for longer than a lease, links are cut in one direction or
-both, the store that they agree on is away, the bucket service has moods, nodes join, drain and come back. Then it
+both, the store that they agree on is away, the bucket service has moods, nodes join, drain and come back. Where what
+no backend has lies on two nodes, one falls silent for longer than a lease now and then, and clients go on. Then it
 ends: within HEALED_S every key must be answered at every node, with what its history allows. After the last round
 everything is flushed, and the backends are compared.
 
@@ -145,6 +146,7 @@ class Nodes(World):
         self.judge = Judge(self.board, [*self.places, *self.sources])
         self._ticks = 0
         self._turns = 0
+        self._silent = 0  # nodes that are, for longer than a lease
         self._lines: dict[tuple[str, str], Line] = defaultdict(Line)
         self._loop: VirtualLoop
         self._pools = SimThreads(self.timing, self.clock, lambda: 0.0)
@@ -356,7 +358,7 @@ class Nodes(World):
         self.compare_backends([*self.places, *self.sources])
 
     async def _work(self, client: Client, left: list[int]) -> None:
-        while left[0] > 0 and not self.is_wrong:
+        while (left[0] > 0 or self._silent) and not self.is_wrong:
             left[0] -= 1
             await client.call()
             await asyncio.sleep(3.0 * self.timing.random() ** 3)
@@ -402,6 +404,7 @@ class Nodes(World):
             (self._fill, 1),
             (self._drain, 1.5),
             (self._join, 0.7),
+            *([(self._fall_silent, 2.5)] if self.copies > 1 else []),
         ]
         kinds = Random(self.seed)
         weights = [weight * self._spread ** kinds.uniform(-1, 1) for _, weight in acts]
@@ -433,6 +436,27 @@ class Nodes(World):
         pause_s = 25.0 * self.weather.random() ** 2
         self.log("misery", f"{node.name} is paused for {pause_s:.1f} s")
         node.paused_until_s = self.clock.now_s + pause_s
+
+    async def _fall_silent(self, node: Node) -> None:
+        """For longer than a lease, while clients go on: others take over."""
+        how = self.weather.choice(["stands still", "is dead", "is alone"])
+        lasts_s = node.settings.lease_s + 2.0 + 10.0 * self.weather.random()
+        self.log("misery", f"{node.name} {how} for {lasts_s:.1f} s")
+        if how == "stands still":
+            node.paused_until_s = self.clock.now_s + lasts_s
+        elif how == "is dead":
+            self._bury(node, "machine")
+        else:
+            for other in (STORE, *(each.name for each in self.nodes if each is not node)):
+                self.network.cut(node.name, other)
+                self.network.cut(other, node.name)
+        self._silent += 1
+        await asyncio.sleep(lasts_s)
+        self._silent -= 1
+        if how == "is alone":
+            self._mend()
+        elif node.life is None:
+            self._begin(node)
 
     async def _cut_pair(self, node: Node) -> None:
         other = self.weather.choice([each for each in self.nodes if each is not node])
@@ -561,13 +585,21 @@ class Nodes(World):
 
     async def _arrives(self) -> None:
         """What is owed arrives at the backends, and nobody holds anything that nobody asks for."""
-        for _ in range(int(ARRIVES_S / 10.0)):
+        owed: list[int] = []
+        wrong: list[str] = []
+        uncovered: list[str] = []
+        patience_s = ARRIVES_S
+        while patience_s > 0.0:
             engines = [node.life.engine for node in self.nodes if node.life is not None]
             owed = [engine.flusher.totals("back").objects for engine in engines]
             wrong = [left_over(node.life.engine, node.host.volumes) for node in self.nodes if node.life is not None]
             uncovered = self._uncovered()
             if not any(owed) and not any(wrong) and not uncovered:
                 return
+            if any(owed) or any(wrong):
+                patience_s -= 10.0
+            else:
+                patience_s = min(HEALED_S, patience_s - 10.0)  # copies need no backend
             await asyncio.sleep(10.0)
         raise Found(f"when all is quiet, {owed} objects are owed, {wrong}, and not kept as they should: {uncovered}")
 
