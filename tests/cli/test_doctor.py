@@ -19,7 +19,7 @@ from bench import servers
 from forebay.cli.doctor import text
 from forebay.core.errors import Denied
 from forebay.core.messages import calls
-from forebay.core.messages.node_state import FrontState, NodeState
+from forebay.core.messages.node_state import ClusterNode, ClusterState, FrontState, NodeState
 from forebay.core.types import Bucket
 from forebay.health import facts, findings
 from forebay.health.findings import (
@@ -177,6 +177,13 @@ def test_what_the_node_says_of_itself() -> None:
     assert "I/O error" in only(findings.node_state(out)).what
     passing = msgspec.structs.replace(STATE, pass_bytes=200 << 20)
     assert only(findings.node_state(passing)).check == "pass-through"
+    nodes = [ClusterNode(name, f"http://{name}:1", "active", "active", 0.5, 7, "serves its keys") for name in "ab"]
+    nodes[1] = msgspec.structs.replace(nodes[1], kept_once=True)
+    alone = msgspec.structs.replace(STATE, cluster=ClusterState("c", "a", 7, True, True, "", nodes))
+    assert (only(findings.node_state(alone)).check, only(findings.node_state(alone)).subject) == (
+        "copies",
+        "http://b:1",
+    )
 
 
 def test_versions() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from forebay.core.cluster.records import NodeRecord
 from forebay.core.errors import Busy, Exists, Invalid, NotFound, Unavailable
+from forebay.core.types import LOCAL_URL, Bucket
 from forebay.node.engine.seat import MEMORY, Remembered, Seat, recall, weight_of
 from forebay.ports import chance, clock
 from forebay.sim.agreed import Agreed, MemoryMeta
@@ -80,6 +81,31 @@ def test_a_full_disk_and_a_refused_job_cost_the_node_nothing() -> None:
         await until_async(went)
         assert not seat.trouble
         await seat.aclose()
+
+    run(story)
+
+
+def test_who_keeps_what_no_backend_has_alone_says_so() -> None:
+    async def story(agreed: Agreed) -> None:
+        one = seat_of(agreed, "n1")
+        one.keeps([Bucket("once", LOCAL_URL, write="local")])
+        one.start()
+        await until_async(lambda: is_member(one))
+        assert not one.state().nodes[0].kept_once, "nobody asked for two copies"
+        one.keeps([Bucket("own", LOCAL_URL, write="local", copies=2)])
+        await until_async(lambda: one.state().nodes[0].kept_once)
+        assert "here alone" in one.state().nodes[0].doing
+
+        two = seat_of(agreed, "n2")
+        two.keeps([Bucket("own", LOCAL_URL, write="local", copies=2)])
+        two.start()
+        two.released(one.state().epoch)  # it brings nothing
+        await until_async(lambda: "not all on two nodes yet" in one.state().nodes[0].doing)
+        assert one.agreed is not None
+        one.covered(one.agreed.held)
+        await until_async(lambda: [node.kept_once for node in one.state().nodes] == [False, True])
+        for seat in (one, two):
+            await seat.aclose()
 
     run(story)
 

@@ -432,6 +432,11 @@ def node_state(state: NodeState) -> Iterator[Finding]:
                 f"mend the backend, or its keys with `forebay bucket set {held.name} --option …`; writes stop in time"
             )
             yield Finding("flush", "bad", held.name, f"{what}: the flush failed of {held.flush_error}", change)
+    for node in state.cluster.nodes if state.cluster is not None else []:
+        if node.kept_once:
+            what = "of buckets with two copies, what no backend has may be on this node alone"
+            change = "seconds after a node comes or goes that is over; if it stays, start another node, and see the log"
+            yield Finding("copies", "warn", node.address, what, change)
     lost = [front.front for front in state.fronts if not front.connected]
     if lost:
         yield Finding(

@@ -48,7 +48,8 @@ Wish = Literal["active", "draining", "maintenance", "gone", "forgotten"]
 
 class ClusterNode(msgspec.Struct, frozen=True):
     """One node of a cluster. `share`: the part of all keys that it owns; `epoch`: of the map that it acts by, 0 if it
-    does not live; `doing`: what it does, in words; `release`: of Forebay, "" if it does not say."""
+    does not live; `doing`: what it does, in words; `release`: of Forebay, "" if it does not say. `kept_once`: it may
+    have on its own disks alone what no backend has, of buckets with two copies."""
 
     node_id: str
     address: str
@@ -58,6 +59,7 @@ class ClusterNode(msgspec.Struct, frozen=True):
     epoch: int
     doing: str
     release: str = ""
+    kept_once: bool = False
 
 
 class ClusterState(msgspec.Struct, frozen=True):

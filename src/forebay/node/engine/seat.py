@@ -396,7 +396,8 @@ class Seat:
         share = owners.get(node, 0.0) / (sum(owners.values()) or 1.0)
         epoch = 0 if present is None else present.epoch
         doing, state = self._doing(node), machine.state(node)
-        return ClusterNode(node, record.address, state, record.wanted, share, epoch, doing, record.release)
+        once = present is not None and not self._keeps_twice(node, present)
+        return ClusterNode(node, record.address, state, record.wanted, share, epoch, doing, record.release, once)
 
     def _doing(self, node: str) -> str:
         machine = self._machine
@@ -417,7 +418,9 @@ class Seat:
             return "gives its keys away"
         if known is not None and node in known.deposed:
             return "was taken over; forgets what it had when the others have that twice"
-        if present is not None and not self._is_covered(node, present):
+        if present is not None and not self._keeps_twice(node, present):
+            if known is not None and len(known.holders) == 1:
+                return "serves its keys; what no backend has is here alone until another node holds keys"
             return "serves its keys; what no backend has is not all on two nodes yet"
         return {
             "joining": "waits to be taken in",
@@ -428,12 +431,12 @@ class Seat:
             "gone": "owes nothing: it may be stopped",
         }[state]
 
-    def _is_covered(self, node: str, present: Presence) -> bool:
+    def _keeps_twice(self, node: str, present: Presence) -> bool:
         """Whether all is on two nodes that should be."""
-        machine = self._machine
-        twice = any(how.endswith(TWICE) for how in machine.nodes[node].buckets.values())
-        holds = machine.map is not None and node in machine.map.holders
-        return not (twice and holds) or machine.map is None or present.covered >= machine.map.held
+        known, buckets = self._machine.map, self._machine.nodes[node].buckets.values()
+        if known is None or node not in known.holders or not any(how.endswith(TWICE) for how in buckets):
+            return True
+        return len(known.holders) > 1 and present.covered >= known.held
 
     # --- living ------------------------------------------------------------------------------------------------------
     async def _live(self) -> None:
