@@ -131,6 +131,11 @@ def test_accelerate_skips_the_first_batches_of_an_epoch(numbers: MemorySource, a
         loader.set_epoch(4)  # Trainer does it after
         assert [batch.tolist() for batch in skipped] == whole[2:]
         assert min(whole[2]) >= 4000
+        next(iter(loader))
+        again = accelerate.skip_first_batches(loader, 2)
+        assert [batch.tolist() for batch in again] == whole[2:], (
+            "counted from the epoch's start, wherever the loader is"
+        )
         assert accelerate.Accelerator(cpu=True).prepare(loader) is loader
 
 
