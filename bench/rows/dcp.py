@@ -2,10 +2,9 @@
 
 Theory. torch's own writer to a directory of the same disk, which it syncs, is what a save cannot be much faster than;
 s3torchconnector is the peer that writes to a bucket, here that of the same node. One process for each side stays over
-all rounds, so that starting it does not count. A load
-follows its save at once. torch's then comes out of the page cache; ours comes from the disk, since what is handed over
-goes past that cache, and digests every byte on the way, which no other does. In turns in one run, on busy cores, such a
-load took 1.4 times that of blobs in the cache.
+all rounds, so that starting it does not count. A load follows its save at once. torch's then comes out of the page
+cache; ours comes from the disk, since what is handed over goes past that cache, and digests every byte on the way,
+which no other does. In turns in one run, on busy cores, such a load took 1.4 times that of blobs in the cache.
 """
 
 from __future__ import annotations
