@@ -343,17 +343,21 @@ class SeaweedFS(Server):
     """An S3 server: SeaweedFS in one process.
 
     Anonymous clients may do anything unless keys are given; then they may only read and list, and not even that with
-    `anonymous_reads=False`.
+    `anonymous_reads=False`. `uploads_mb`: how much its S3 takes in at once before it lets others wait; 0 for all that
+    comes, which it keeps in memory until its disk has it.
     """
 
     name = "seaweedfs"
     ports_wanted = 8
     stop_signals = (signal.SIGKILL,)  # asked politely it takes five seconds, for data that nobody will miss
 
-    def __init__(self, access_key: str = "", secret_key: str = "", *, anonymous_reads: bool = True) -> None:
+    def __init__(
+        self, access_key: str = "", secret_key: str = "", *, anonymous_reads: bool = True, uploads_mb: int = 0
+    ) -> None:
         super().__init__()
         self.access_key, self.secret_key = access_key, secret_key
         self.anonymous_reads = anonymous_reads
+        self.uploads_mb = uploads_mb
 
     @property
     def port(self) -> int:
@@ -408,6 +412,7 @@ class SeaweedFS(Server):
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
             f"-s3.localSocket={self.dir}/s3.sock",
+            f"-s3.concurrentUploadLimitMB={self.uploads_mb}",
             *([f"-s3.config={self.dir}/s3.json"] if identities else []),
         ]
 

@@ -9,6 +9,11 @@ Plain files, written and synced by the same eight processes, are what a local di
 takes for a bucket: `torch.distributed.checkpoint` through s3torchconnector to SeaweedFS, which syncs nothing. Ours is a
 `Checkpointer` and a node, whose bucket counts when it is on the disk.
 
+That SeaweedFS is the row's own, and takes in UPLOADS_MB at once. By default nothing bounds what it takes in: it held
+what eight ranks send faster than it writes, 7.7 GB in the first save, until the kernel ended it; and a limit for its
+garbage collector did not help, since that is no garbage. With 64 MB it keeps below 1 GB and saves as fast as with 256,
+which was measured on busy cores.
+
 In `checkpoint-elsewhere` who loads asks another node of the cluster than who saved, as after a machine was lost. Both
 nodes are on this machine: what crosses its loopback costs the cores what a network would spare them, and the node that
 is asked has none of it at first.
@@ -30,10 +35,11 @@ from bench.peer_process import PeerProcess
 from bench.report import Result
 from bench.row import Row
 from bench.rows.loader import peer_env, peers_python
-from bench.servers import EtcdCluster, MissingProgram
+from bench.servers import EtcdCluster, MissingProgram, SeaweedFS
 from bench.stats import Measure, compared
 
 RANKS = 8
+UPLOADS_MB = 64  # a part of 8 MB for each rank
 RAW, OURS, CONNECTOR = "raw", "forebay", "s3torchconnector"
 Jobs = dict[str, PeerProcess]  # by what they do: save, load
 
@@ -69,10 +75,11 @@ def _measured(lab: Lab, row: Row, saved_at: Node, loaded_at: Node) -> Result:
         sides = {side: _jobs(stack, lab, side, sys.executable, work, {}) for side in (RAW, OURS)}
         try:
             python = peers_python()
-            sides[CONNECTOR] = _jobs(
-                stack, lab, CONNECTOR, python, {**work, "bucket": BUCKET}, peer_env(lab.weed.endpoint)
-            )
-            folders.append(lab.weed.dir)
+            weed = stack.enter_context(SeaweedFS(uploads_mb=UPLOADS_MB))
+            weed.create_bucket(BUCKET)
+            sides[CONNECTOR] = _jobs(stack, lab, CONNECTOR, python, {**work, "bucket": BUCKET}, peer_env(weed.endpoint))
+            folders.append(weed.dir)
+            notes = (f"SeaweedFS takes in {UPLOADS_MB} MB at once (-s3.concurrentUploadLimitMB): unbounded, it dies",)
         except MissingProgram as error:
             notes = (f"without s3torchconnector: {error}",)
         for turn in range(1 + (2 if lab.quick else row.rounds)):  # the first warms up

@@ -20,7 +20,7 @@ from torch import nn
 from forebay.torch import Checkpointer, RandomState
 
 DIMENSIONS = 64
-WEIGHTS = 450_000  # beside the network: 1.8 MB that each step changes, so that a kill meets a save
+WEIGHTS = 3_000_000  # beside the network: each step changes and saves 36 MB, so that a kill meets a save
 
 
 class Job(nn.Module):

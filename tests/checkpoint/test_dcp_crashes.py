@@ -27,7 +27,7 @@ from tests.patience import until
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore:torch.distributed is")]
 PLACE = "runs/dcp-crash"
-WEIGHTS = 1_500_000  # 6 MB: handed over
+WEIGHTS = 5_000_000  # 20 MB: handed over, and long enough to go past the page cache
 
 
 def state_of(step: int) -> dict[str, Any]:
