@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from forebay.core.errors import Closed, Invalid
 from forebay.offload import DiskTier, Offload
+from forebay.offload.movables import Books
 from tests.torch.offload.programs import left, told
 from tests.torch.offload.test_engine import SMALL, WATCHED, made, take, trained
 
@@ -43,6 +44,15 @@ class Held(TorchDispatchMode):
         return output
 
 
+class Watching(Books):
+    """Remembers how little was away at any moment: operators alone would not show what comes and leaves again."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "away_bytes":
+            self.__dict__["least_bytes"] = min(self.__dict__.get("least_bytes", value), value)
+
+
 def state_bytes() -> int:
     """Of weights and both moments."""
     return 3 * sum(parameter.numel() * parameter.element_size() for parameter in made()[0].parameters())
@@ -62,8 +72,12 @@ def test_a_state_is_saved_and_loaded_within_the_budget(tmp_path: Path, share: fl
     model, optimizer = made()
     with offloaded(tmp_path / "one", model, optimizer, budget) as off:
         trained(off, WATCHED + STEPS)
+        off._books.__class__ = Watching
         with Held(model, optimizer) as held:
+            off._books.away_bytes += 0  # begins to watch
             state = off.state_dict()
+            least_bytes = off._books.least_bytes  # type: ignore[attr-defined]
+        assert state_bytes() - least_bytes <= budget
         assert held.looks
         assert held.most_bytes <= budget
         assert (off._books.away_bytes > 0) == (share < 1)
