@@ -18,7 +18,6 @@ import functools
 import importlib
 import importlib.machinery
 import importlib.metadata
-import importlib.util
 import io
 import json
 import sys
@@ -29,7 +28,10 @@ from typing import Any
 
 
 def decode(data: bytes, how: str) -> int:
-    """What the training would do with a sample's bytes."""
+    """What the training would do with a sample's bytes. `image`: pillow, by which the peers' own decoders work; `fast`:
+    what ships with Forebay."""
+    if how == "fast":
+        return int(importlib.import_module("simplejpeg").decode_jpeg(data).shape[0])
     if how == "image":
         image = importlib.import_module("PIL.Image").open(io.BytesIO(data)).convert("RGB")
         return int(importlib.import_module("numpy").asarray(image).shape[0])
@@ -84,11 +86,22 @@ def of_webdataset(sample: dict[str, Any], how: str) -> int:
     return decode(sample["jpg"], how)
 
 
+def loads(module: str) -> bool:
+    """Whether it can be imported; if not, nothing of it stays."""
+    try:
+        importlib.import_module(module)
+    except (ImportError, RuntimeError):  # a wheel for another build of torch
+        for name in [name for name in sys.modules if name.partition(".")[0] == module]:
+            del sys.modules[name]
+        return False
+    return True
+
+
 def import_streaming() -> Any:
-    """The package names classes of torchvision, whose wheel wants a CUDA build of torch: where there is none it gets
-    empty ones while it is imported."""
+    """The package names classes of torchvision, whose wheel wants a CUDA build of torch: where that is not here, or
+    cannot be loaded, it gets empty ones while it is imported."""
     names = ("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.transforms.functional")
-    absent = importlib.util.find_spec("torchvision") is None
+    absent = not loads("torchvision")
     if absent:
         for name in names:
             sys.modules[name] = types.ModuleType(name)
@@ -117,7 +130,16 @@ def streaming(work: dict[str, Any]) -> Any:
         shuffle_seed=work["seed"],
         batch_size=work["batch"],
     )
+    forget_connections(dataset)
     return loader(dataset, work)
+
+
+def forget_connections(dataset: Any) -> None:
+    """Drop the connection by which Mosaic's index was read. Workers that are forked would share it, and read each
+    other's answers: incomplete shards, and waits of a minute, which is boto3's patience. Over TLS, as its users have
+    it, such a connection fails at once and is made anew."""
+    for stream in dataset.streams:
+        stream._downloader.clean_up()
 
 
 def allow_plain_http() -> None:
@@ -139,6 +161,7 @@ def litdata(work: dict[str, Any]) -> Any:
         shuffle=True,
         seed=work["seed"],
         storage_options={"endpoint_url": work["endpoint"], "aws_access_key_id": "any", "aws_secret_access_key": "any"},
+        batch_decode=0,  # by default a window of 256 samples, of those that are no JPEGs to it, is read for each
     )
     return lit.StreamingDataLoader(
         dataset,
@@ -178,7 +201,7 @@ class Files:
 
     def __init__(self, work: dict[str, Any]) -> None:
         self._paths = [f"{work['files']}/{index:07d}.jpg" for index in range(work["samples"])]
-        self._how = work["decode"]
+        self._how = work["decode"] and "fast"
 
     def __len__(self) -> int:
         return len(self._paths)

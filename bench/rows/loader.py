@@ -5,8 +5,8 @@ object each), from the same SeaweedFS behind the same link. Every run is a proce
 first epoch is cold and its second finds what the peer, or the node, kept on this machine's disk. Forebay is compared
 with the *best* peer of each round, whichever that is; one that was far from being it in the first round, in both
 epochs, is not run again, and told with that round's numbers (some of them take minutes for an epoch). Decoding, where
-it is on, is the same function on both sides; what it leaves to be won is told by the same files read from memory and
-decoded by as many workers.
+it is on, is that of each side's users: ours by the decoder that ships, the peers' by pillow, as their own decoders are
+made. What ours leaves to be won is told by the same files read from memory and decoded by it in as many workers.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import peers
+from bench import peers, trainee
 from bench.parts import Lab
 from bench.row import Objects
 from bench.rows import loader
@@ -62,6 +62,27 @@ def test_our_side_tells_of_each_epoch(tmp_path: Path, kind: str, how: str) -> No
         done = subprocess.run(command, input=short, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode != 0
         assert "gave 50 of 51 samples" in done.stderr
+
+
+def test_a_package_that_cannot_be_loaded_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "for_another_torch").mkdir()
+    (tmp_path / "for_another_torch" / "__init__.py").write_text(
+        "from for_another_torch import part\nraise RuntimeError"
+    )
+    (tmp_path / "for_another_torch" / "part.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not peers.loads("for_another_torch")
+    assert not [name for name in sys.modules if name.startswith("for_another_torch")]
+    assert peers.loads("json")
+
+
+def test_the_shipped_decoder_and_that_of_the_limit_decode_as_pillow_does(tmp_path: Path) -> None:
+    loader.make_samples(tmp_path / "files", FEW)
+    for path in sorted((tmp_path / "files").iterdir())[:3]:
+        data = path.read_bytes()
+        heights = {peers.decode(data, "image"), peers.decode(data, "fast"), trainee.of_shard(data, "image")}
+        assert len(heights) == 1
+    assert trainee.of_object("a", b"abc", "") == 3
 
 
 def test_without_the_peers_the_row_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
