@@ -299,6 +299,18 @@ def test_a_copy_that_breaks_off_costs_one_save(
         assert checkpoints.verify() is None
 
 
+def test_what_changes_once_it_is_staged_is_not_in_the_checkpoint(node: NodeProcess):
+    weights = torch.full((20_000_000,), 1.0)  # 80 MB, in two blobs
+    with saver(node, "runs/staged") as checkpoints:
+        handle = checkpoints.save(1, {"w": weights})
+        handle.staged()
+        weights.fill_(2.0)
+        handle.durable()
+        found = {"w": torch.zeros_like(weights)}
+        checkpoints.restore(found)
+        assert found["w"].unique().tolist() == [1.0]
+
+
 def test_two_jobs_under_one_prefix_are_told(node: NodeProcess):
     with saver(node, "runs/two") as one, saver(node, "runs/two") as two:
         one.save(1, {"who": "one"}, wait=True)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from forebay.core.errors import ForebayError, Invalid
 from forebay.torch import Checkpointer, RandomState
@@ -95,6 +96,36 @@ def test_shards_of_two_ranks_are_restored_by_one_and_by_two_again(node: NodeProc
     ranks(tmp_path, 1, restore(1, 2))
     ranks(tmp_path, 2, restore(2, 3))
     ranks(tmp_path, 3, restore(3, 4))
+
+
+def test_a_job_under_ddp_goes_on_with_the_same_model_on_all_ranks(node: NodeProcess, tmp_path: Path):
+    expected = tmp_path / "expected.pt"
+
+    def job(seed: int) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 7)))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def train(rank: int) -> None:
+        model, optimizer = job(1)
+        step(model, optimizer, 5 + rank)
+        with Checkpointer("runs/ddp", url=node.endpoint) as checkpoints:
+            checkpoints.save(1, {"model": model, "optim": optimizer}, wait=True)
+        step(model, optimizer, 7 + rank)
+        if rank == 0:
+            torch.save(full(model, optimizer), expected)
+
+    def go_on(rank: int) -> None:
+        model, optimizer = job(99)
+        with Checkpointer("runs/ddp", url=node.endpoint) as checkpoints:
+            assert checkpoints.restore({"model": model, "optim": optimizer}) is not None
+        step(model, optimizer, 7 + rank)
+        found = full(model, optimizer)
+        for name, tensor in torch.load(expected).items():
+            assert torch.equal(found[name], tensor), f"{name} on rank {rank}"
+
+    ranks(tmp_path, 2, train)
+    ranks(tmp_path, 2, go_on)
 
 
 def test_cuts_in_any_dimension_meet(node: NodeProcess, tmp_path: Path):
