@@ -37,7 +37,7 @@ def test_a_plan_as_json_is_that_of_the_library(program: Program, trace: Path) ->
     assert told["chosen"]["step_s"] == chosen.replayed.step_s
     assert told["chosen"]["peak_bytes"] <= told["budget_bytes"]
     policies = {row["policy"]: row["step_s"] for row in told["policies"]}
-    assert {"ratio", "area", "largest", "next_use", "whole_layer"} <= set(policies)
+    assert {"ratio", "area", "area_then_ratio", "whole_layer"} <= set(policies)
     steps = [step["step_s"] for step in told["sweep"]]
     assert len(steps) > 5
     assert steps == sorted(steps, reverse=True)

@@ -57,12 +57,12 @@ def plan(
 ) -> None:
     """Say whether a step fits, how long it takes then, and which disks it needs."""
     _check_installed(picture)
-    from forebay.offload.planning.choose import compare
+    from forebay.offload.planning.choose import choose
     from forebay.offload.planning.trace import load
 
     read = load(trace)
     hardware = _hardware(budget, ssd, ssd_write, ssd_room, host, link)
-    chosen, compared = compare(read, hardware)
+    chosen, compared = choose(read, hardware)
     steps = _swept(read, hardware, quiet=as_json) if sweep and hardware.disk_bytes else []
     if picture is not None:
         _draw(read, chosen, steps, picture)
@@ -224,7 +224,7 @@ def _row(choice: Choice) -> dict[str, Any]:
 
 
 def _tell(trace: Trace, hardware: Hardware, chosen: Choice, compared: list[Choice], steps: list[Step]) -> None:
-    from forebay.offload.planning.choose import PORTFOLIO
+    from forebay.offload.planning.plan import RANKS
 
     ran = chosen.replayed
     need = int(trace.need_bytes().max())
@@ -233,7 +233,7 @@ def _tell(trace: Trace, hardware: Hardware, chosen: Choice, compared: list[Choic
         f"a step takes {show.duration(ran.step_s)}, {100 * ran.share_of_ideal:.0f} % of what it would without waiting "
         f"({show.duration(trace.compute_s)}), by {chosen.plan.rank}"
     )
-    greedy = next((choice for choice in compared if choice.plan.rank == PORTFOLIO[0]), chosen)
+    greedy = next((choice for choice in compared if choice.plan.rank == RANKS[0]), chosen)
     if greedy.plan.excess_bytes:
         print(
             f"the disks are too slow for this budget: {show.size(greedy.plan.excess_bytes)} more than they can move in "

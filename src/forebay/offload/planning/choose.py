@@ -42,7 +42,6 @@ from forebay.offload.planning.stretches import stretches_of
 from forebay.offload.planning.trace import Trace
 
 TIE_SHARE = 0.002
-PORTFOLIO: tuple[Rank, ...] = ("ratio", "area", "area_then_ratio")
 OVERBOOKING: tuple[Rank, ...] = ("ratio", "area")
 OVERBOOKED = (4.0, 32.0)
 HOISTED = ", hoisted"
@@ -68,7 +67,7 @@ class Choice:
 def choose(
     trace: Trace,
     hardware: Hardware,
-    ranks: tuple[Rank, ...] = PORTFOLIO,
+    ranks: tuple[Rank, ...] = RANKS,
     *,
     size_bytes_min: int = SIZE_BYTES_MIN,
     improve: bool = True,
@@ -87,17 +86,6 @@ def choose(
             f"no plan that was tried keeps this step within {hardware.budget_bytes:,} bytes, since the tiers have no "
             f"room for what leaves: give larger tiers, or a budget of {chosen.replayed.peak_bytes:,}"
         )
-    return chosen, choices
-
-
-def compare(trace: Trace, hardware: Hardware) -> tuple[Choice, list[Choice]]:
-    """As `choose`, with the ranks among the choices that are there to be compared with only."""
-    chosen, choices = choose(trace, hardware)
-    if chosen.plan.moves:
-        for rank in RANKS:
-            if rank not in PORTFOLIO:
-                found = plan(trace, hardware, rank)
-                choices.append(Choice(found, replay(trace, found)))
     return chosen, choices
 
 

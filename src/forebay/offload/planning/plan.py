@@ -43,8 +43,8 @@ from forebay.offload.planning.periods import Periods, inactive
 from forebay.offload.planning.stretches import Stretches, stretches_of
 from forebay.offload.planning.trace import Flags, Floats, Ints, Trace
 
-Rank = Literal["ratio", "area", "area_then_ratio", "largest", "next_use"]
-RANKS: tuple[Rank, ...] = ("ratio", "area", "area_then_ratio", "largest", "next_use")
+Rank = Literal["ratio", "area", "area_then_ratio"]
+RANKS: tuple[Rank, ...] = ("ratio", "area", "area_then_ratio")
 SIZE_BYTES_MIN = 4 << 20  # below, a move's latency is longer than its bytes take on most disks
 AREA_SHARE = 0.05  # `area_then_ratio`: of the excess that `area` leaves to `ratio`
 FRONT = 2048  # periods ranked at once: a choice changes the rank of some hundreds
@@ -279,10 +279,6 @@ class Planner:
         return Ranked(worths, np.full(len(rows), int(tier)), gone, loads, stores)
 
     def _worths(self, rows: Ints, above_ns: Ints) -> Floats:
-        if self.by == "largest":
-            return self._sizes[rows].astype(np.float64)
-        if self.by == "next_use":
-            return (self.periods.needs[rows] - self.periods.last_uses[rows]).astype(np.float64)
         return above_ns.astype(np.float64) * (self._sizes[rows] if self._by_area else 1)
 
     def _held(self, row: int, tier: Tier) -> tuple[int, int]:
