@@ -18,6 +18,7 @@ from forebay.backends.stack import open_backend
 from forebay.backends.wrap.counting import BackendCounters, Counting
 from forebay.core.errors import ForebayError, NotSupported, Unavailable, from_wire
 from forebay.core.messages import calls, wire
+from forebay.core.metrics import Snapshot, encode_snapshot
 from forebay.core.types import LOCAL_URL, Bucket, Headers, ListPage, ObjectInfo, RangeSpec
 from forebay.node.engine.engine import Engine
 from forebay.node.settings import Settings
@@ -318,6 +319,8 @@ class Front:
         self.dropped: list[int] = []
         self.welcomes: list[wire.Welcome] = []
         self.welcomed = asyncio.Event()
+        self.listens = asyncio.Event()  # cleared while what the engine says is left in the socket
+        self.listens.set()
         self._number = 0
         self._frames = wire.Frames()
 
@@ -330,6 +333,7 @@ class Front:
 
     async def _listen(self) -> None:
         while data := await self._reader.read(1 << 16):
+            await self.listens.wait()
             for message in self._frames.feed(data):
                 if isinstance(message, wire.Opened | wire.Landed | wire.Withdrawn):
                     self.reads[message.read].take(message)
@@ -345,6 +349,8 @@ class Front:
                     self.welcomed.set()
                 elif isinstance(message, wire.Dropped):
                     self.dropped += message.object_ids
+                elif isinstance(message, wire.Report):
+                    self.post(wire.Reported(message.report, 1, encode_snapshot(Snapshot())))
 
     def post(self, message: wire.Message) -> None:
         self._writer.write(wire.encode(message))

@@ -11,7 +11,7 @@ from forebay.core.errors import Busy, Denied, Exists, NotFound
 from forebay.core.messages import calls
 from forebay.core.types import LOCAL_URL, Bucket, CorsRule
 
-from .conftest import Rig, until
+from .conftest import Front, Rig, until
 from .writing import flushed, put, written
 
 RULES = (CorsRule(("*",), ("GET",)),)
@@ -45,6 +45,24 @@ def test_changes_made_at_once_all_hold(rigged: Callable[..., None]) -> None:
         assert (bucket.acl, bucket.cors) == ("public-read", ())
         with pytest.raises(NotFound):
             await rig.front.call("bucket_rules", calls.BucketRulesCall("none", acl="private"))
+
+    rigged(story)
+
+
+def test_a_change_is_acknowledged_when_all_fronts_act_on_it(rigged: Callable[..., None]) -> None:
+    async def story(rig: Rig) -> None:
+        behind = Front()
+        await behind.connect(rig.settings, 2)
+        behind.listens.clear()
+        asked = asyncio.create_task(rig.front.call("bucket_rules", calls.BucketRulesCall("remote", acl="public-read")))
+        await until(lambda: rig.front.welcomes[-1].buckets[0].acl == "public-read")
+        await rig.front.call("buckets")
+        assert not asked.done(), "a front still serves by the rules of before"
+        behind.listens.set()
+        await asked
+        assert behind.welcomes[-1].buckets[0].acl == "public-read"
+        behind.task.cancel()
+        behind._writer.close()
 
     rigged(story)
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import boto3
@@ -20,6 +20,7 @@ from botocore import UNSIGNED
 from botocore.config import Config
 
 from bench import servers
+from bench.shaper import Shaper
 from tests.cli.conftest import Program
 from tests.node.conftest import NodeProcess, alive, pattern
 from tests.node.test_cluster import cluster_of, flags, reached, until_all_are, url
@@ -89,11 +90,19 @@ def start(make: Make, root: Path, at: str, count: int) -> list[NodeProcess]:
     return nodes
 
 
-def add_buckets(nodes: list[NodeProcess], seaweed: servers.SeaweedFS, name: str, back: str) -> None:
+@pytest.fixture
+def link(seaweed: servers.SeaweedFS) -> Iterator[Shaper]:
+    """What is written back goes through it."""
+    with Shaper(seaweed.endpoint) as shaper:
+        yield shaper
+
+
+def add_buckets(nodes: list[NodeProcess], seaweed: servers.SeaweedFS, link: Shaper, name: str, back: str) -> None:
     options = {"endpoint": seaweed.endpoint, "region": "us-east-1", "skip_signature": "true"}
+    slowed = options | {"endpoint": link.endpoint}
     for node in nodes:
         node.add_bucket("corpus", f"s3://{name}", **options)
-        bucket = {"name": "back", "url": f"s3://{back}", "write": "back", "options": options, "pinned": ["0/"]}
+        bucket = {"name": "back", "url": f"s3://{back}", "write": "back", "options": slowed, "pinned": ["0/"]}
         node.json("PUT", "buckets/back", bucket)
 
 
@@ -107,14 +116,14 @@ def wish_of(node: NodeProcess) -> set[str]:
 
 
 def test_a_cluster_goes_to_zero_under_writers_and_the_next_one_is_warm(
-    node: Make, etcd: servers.EtcdCluster, seaweed: servers.SeaweedFS, tmp_path: Path
+    node: Make, etcd: servers.EtcdCluster, seaweed: servers.SeaweedFS, link: Shaper, tmp_path: Path
 ) -> None:
     name, objects = corpus(seaweed)
     back = f"back-{uuid.uuid4().hex[:8]}"
     seaweed.create_bucket(back)
     at = url(etcd.addresses, uuid.uuid4().hex)
     nodes = start(node, tmp_path, at, 3)
-    add_buckets(nodes, seaweed, name, back)
+    add_buckets(nodes, seaweed, link, name, back)
     for number, (key, body) in enumerate(objects.items()):
         if key != "large":
             assert nodes[number % 3].get("corpus", key) == body
@@ -124,9 +133,11 @@ def test_a_cluster_goes_to_zero_under_writers_and_the_next_one_is_warm(
         until(lambda: all(len(writer.acknowledged) > 20 for writer in writers), "that they write")
         program = Program(nodes[0].endpoint, tmp_path / "cli")
         command = ["drain", "--all", "--manifest", "s3://corpus/.forebay/left.json"]
+        link.set(request_rate_bytes_s=20_000)  # nobody is done before the first is killed
         with program.process(*command) as first:
             until(lambda: wish_of(nodes[1]) == {"draining"}, "that all drain")
             first.send_signal(signal.SIGKILL)
+        link.set(request_rate_bytes_s=0)
         os.kill(nodes[2].children()["engine"], signal.SIGKILL)
         second = program.process(*command, "--json")
         out, err = second.communicate(timeout=PATIENCE_S)

@@ -19,7 +19,10 @@ from forebay.offload.tracing.profile import Profiler
 from tests.torch.offload.programs import STEPS, compare, evaluated, left, loss_of, plain, run, told
 from tests.torch.offload.test_engine import CLASSES, SMALL, WIDTH, Block, batch, made
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # torch's compiler warns of itself
+    pytest.mark.timeout(1200),  # and takes as long as the cores have for it: 20 s, or 300 where they are busy
+]
 needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=needs_a_compiler)]
 

@@ -68,6 +68,8 @@ from forebay.node.store.writer.writer import Store
 from forebay.node.vitals import vitals
 from forebay.ports.clock import Clock
 
+_HEARD = ("bucket_put", "bucket_create", "bucket_rules", "bucket_delete")  # acknowledged when all fronts act on it
+
 
 class Engine(Protocol):
     """The parts of the engine that calls use."""
@@ -177,7 +179,10 @@ class Verbs:
         serve = self._table.get(verb)
         if serve is None:
             raise Bug(f"the call {verb} is not served: please report it")
-        return await serve(arguments)
+        answer = await serve(arguments)
+        if verb in _HEARD:
+            await self._engine.fronts.heard()  # else one that is behind lets somebody read what is private by now
+        return answer
 
     # --- buckets -----------------------------------------------------------------------------------------------------
     async def _buckets(self, _: calls.Nothing) -> list[Bucket]:

@@ -2,7 +2,8 @@
 
 Theory. Each front has one connection, which carries everything (`core/messages/wire.py`). A front that goes away takes
 its reads and calls with it. Messages for all (`Welcome`, `Dropped`) go to each front. A `Report` asks all fronts, and
-those that do not answer within REPORT_TIMEOUT_S are left out.
+those that do not answer within REPORT_TIMEOUT_S are left out. A front takes messages in their order, so one that
+reported acts on all that it was told before: a change of a bucket is acknowledged then (`heard`).
 
 A front that does not read its socket would fill the engine's memory: above BUFFERED_BYTES_MAX its connection is cut.
 
@@ -36,6 +37,7 @@ from forebay.node.outcomes import from_node
 log = logging.getLogger("forebay.fronts")
 
 REPORT_TIMEOUT_S = 1.0
+HEARD_TIMEOUT_S = 10.0  # busy cores: a front that answers nobody for longer is as good as gone
 BUFFERED_BYTES_MAX = 64 * limits.MIB
 
 
@@ -296,6 +298,13 @@ class Fronts:
 
     async def snapshots(self) -> list[Snapshot]:
         """What each front counted. Fronts that do not answer in time are left out."""
+        return await self._ask_all(REPORT_TIMEOUT_S)
+
+    async def heard(self) -> None:
+        """Return when every front acts on all that it was told before; one that does not answer in time hangs."""
+        await self._ask_all(HEARD_TIMEOUT_S)
+
+    async def _ask_all(self, timeout_s: float) -> list[Snapshot]:
         asked = [connection for connection in self.connections if connection.hello is not None]
         if not asked:
             return []
@@ -307,7 +316,7 @@ class Fronts:
         try:
             for connection in asked:
                 connection.post(wire.Report(number))
-            async with asyncio.timeout(REPORT_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 await done.wait()
         except TimeoutError:
             log.warning("%d of %d fronts did not report in time", len(asked) - len(answers), len(asked))
