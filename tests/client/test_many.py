@@ -160,7 +160,7 @@ def test_errors_are_raised_or_stand_in_their_places(node: Node, client: Client) 
     assert (outside.value.code, outside.value.size_bytes) == ("InvalidRange", 5)
     with pytest.raises(Invalid, match="on_error"):
         client.get_many(items, on_error="ignore")  # type: ignore[arg-type]
-    for wrong in (("b",), ("b", object()), ("b", "o", 1, 2, "", "", 7)):
+    for wrong in (("b",), ("b", object()), ("b", "o", 1, 2, "", "", "", 7)):
         with pytest.raises(Invalid, match="an item is none"):
             client.get_many([wrong])
     assert client.get_many([("b", "o")])[0] == b"bytes", "the client is as good as before"

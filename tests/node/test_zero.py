@@ -133,11 +133,11 @@ def test_a_cluster_goes_to_zero_under_writers_and_the_next_one_is_warm(
         until(lambda: all(len(writer.acknowledged) > 20 for writer in writers), "that they write")
         program = Program(nodes[0].endpoint, tmp_path / "cli")
         command = ["drain", "--all", "--manifest", "s3://corpus/.forebay/left.json"]
-        link.set(request_rate_bytes_s=20_000)  # nobody is done before the first is killed
+        link.set(latency_s=3.0)  # nobody is done before the first is killed
         with program.process(*command) as first:
             until(lambda: wish_of(nodes[1]) == {"draining"}, "that all drain")
             first.send_signal(signal.SIGKILL)
-        link.set(request_rate_bytes_s=0)
+        link.set(latency_s=0.0)
         os.kill(nodes[2].children()["engine"], signal.SIGKILL)
         second = program.process(*command, "--json")
         out, err = second.communicate(timeout=PATIENCE_S)
