@@ -99,14 +99,13 @@ class Cluster:
         """Return when these nodes (by default all) say that they, and no others, are active, by one active map."""
         wait_agreed(list(nodes) or self.nodes)
 
-    def add_bucket(self, name: str, write: WriteMode = "through") -> None:
+    def add_bucket(self, name: str, write: WriteMode = "through", *, copies: int = 1) -> None:
         """The box's bucket under `name`, at every node."""
         for node in self.nodes:
             with node.client() as client:
                 options = self.bucket.options()
-                client.bucket_put(
-                    Bucket(name, f"s3://{BUCKET}", freshness_s=FRESH_IMMUTABLE, options=options, write=write)
-                )
+                bucket = Bucket(name, f"s3://{BUCKET}", FRESH_IMMUTABLE, options=options, write=write, copies=copies)
+                client.bucket_put(bucket)
 
     def balanced(self, name: str, count: int) -> list[list[str]]:
         """The first `count` of the keys `name/0…` for each node that owns them: as even as the shares of 10^5 keys."""

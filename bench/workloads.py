@@ -311,6 +311,17 @@ ROWS: tuple[Row, ...] = (
         peer="limit",
     ),
     Row(
+        "nodes-put",
+        "scale",
+        "PUT 10 MiB objects, acknowledged when they are synced on two nodes; the bucket is out of reach",
+        "bench.rows.many_nodes:replicated",
+        (Objects("put", 10 * MIB, 48),),
+        (Objects("put", MIB, 8),),
+        NODE_LINK,
+        {"rate": at_least(0.9)},
+        peer="limit",
+    ),
+    Row(
         "nodes-cold",
         "scale",
         "4 nodes read one cold object at once; a fifth that comes reads what they have",

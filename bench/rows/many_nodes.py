@@ -22,7 +22,7 @@ from bench.box import Box, Host
 from bench.cluster import Cluster, WeedCluster
 from bench.parts import BUCKET, Lab, Node, upload_file
 from bench.report import Result
-from bench.row import MIB, Row
+from bench.row import MIB, REPORTED, Objects, Row
 from bench.servers import Nginx, find_program
 from bench.stats import bounded, compared
 from forebay.core.placement import Members
@@ -273,6 +273,76 @@ def _cpu_s(node: Node) -> float:
 def _cpu_s_of(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * TICKS_S
+
+
+# --- a second copy before the answer ---------------------------------------------------------------------------------
+def replicated(lab: Lab, row: Row) -> Result:
+    """PUTs at their home that are on two nodes before the answer, beside the slower of what carries the second copy:
+    the home's link (the same files from nginx there), and the disk (which all nodes share) taking each byte twice."""
+    (objects,) = row.quick if lab.quick else row.objects
+    path = _random_file(lab, objects.size_bytes)
+    body = path.read_bytes()
+    ours, links, disks = [], [], []
+    with Box() as box:
+        client = box.host("client")
+        cluster = Cluster(box, 2, up_bit_s=_link_bit_s(row))
+        cluster.add_bucket(BUCKET, "back", copies=2)
+        sender = cluster.hosts[0].place(Nginx(path.parent))
+        box.start(sender)
+        box.hosts["bucket"].unplug()  # a flush would take its share of the link
+        for turn in range(2 if lab.quick else row.rounds):
+            keys = cluster.balanced(f"{objects.name}-{turn}", objects.count)[0]
+            began = time.perf_counter()
+            with cluster.nodes[0].client() as home, ThreadPoolExecutor(row.connections) as pool:
+                list(pool.map(lambda key, home=home: home.put(BUCKET, key, body), keys))
+            ours.append(objects.bytes_total / (time.perf_counter() - began))
+            disks.append(_synced_twice(lab, objects, body, row.connections))
+            reads, errors = Reading(client, [f"/{path.name}"] * objects.count, "--http", sender.url, "--once").end()
+            if errors:
+                raise load.LoadFailed(str(errors[0]))
+            took_s = max(end for _, end, _ in reads) - min(begin for begin, _, _ in reads)
+            links.append(objects.bytes_total / took_s)
+            if (kept := cluster.nodes[1].counter("forebay_kept_copies")) < objects.count * (turn + 1):
+                raise load.LoadFailed(f"the other node keeps {kept:.0f} copies")
+        with cluster.nodes[1].client() as other:
+            if other.get(BUCKET, keys[0]) != body:
+                raise load.LoadFailed("what was put at one node is not what the other reads")
+    limits = [min(link, disk) for link, disk in zip(links, disks, strict=True)]
+    goal = row.goals["rate"]
+    return Result(
+        row,
+        (
+            compared("rate / min(disk, link)", "B/s", goal, ours, limits, "limit"),
+            compared("rate / link", "B/s", REPORTED, ours, links, "link"),
+            compared("rate / disk", "B/s", REPORTED, ours, disks, "disk"),
+        ),
+        notes=("both nodes are on one disk: its limit is each body written and synced twice",),
+    )
+
+
+def _synced_twice(lab: Lab, objects: Objects, body: bytes, writers: int) -> float:
+    """Bytes a second of bodies, each written to two files that are synced."""
+    folder = lab.dir / "twice"
+    folder.mkdir(exist_ok=True)
+
+    def write(number: int) -> None:
+        for copy in range(2):
+            fd = os.open(folder / f"{number}-{copy}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            try:
+                left = memoryview(body)
+                while left:
+                    left = left[os.write(fd, left[:MIB]) :]
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(writers) as pool:
+        list(pool.map(write, range(objects.count)))
+    rate = objects.bytes_total / (time.perf_counter() - began)
+    for file in folder.iterdir():
+        file.unlink()
+    return rate
 
 
 # --- what the backend sends ------------------------------------------------------------------------------------------

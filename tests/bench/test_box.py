@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench import box as boxes
-from bench import load
+from bench import load, main
 from bench.box import Box, Host, cut_off
 from bench.cluster import Cluster, Shell
 from bench.rows.many_nodes import Reading, longest_gap
@@ -167,6 +168,17 @@ def test_a_cluster_in_a_box(box: Box, root: Path, capsys: pytest.CaptureFixture[
     with cluster_sees.client() as client:
         assert client.get("corpus", "file") == b"bytes"
     assert shell.onecmd("quit")
+
+
+@pytest.mark.slow
+def test_the_row_of_two_copies_runs_from_end_to_end(
+    able: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "result.json"
+    assert main.main(["--row", "nodes-put", "--quick", "--out", str(out)]) == 0, capsys.readouterr().out
+    assert "0 could not run" in capsys.readouterr().out
+    said = json.loads(out.read_text())
+    assert '"rate / min(disk, link)"' in json.dumps(said)
 
 
 def test_without_rights_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import shlex
 import sys
 import time
+from collections.abc import Iterable
 
 from forebay.ports import chance
 from forebay.sim.scale import scale
@@ -25,12 +27,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plant", help="plant this known bug, to see it found")
     parser.add_argument("--nodes", action="store_true", help="stories of several nodes that share their keys")
     parser.add_argument("--cluster", action="store_true", help="worlds of the machines alone by which nodes agree")
-    parser.add_argument("--copies", action="store_true", help="such a world whose nodes keep copies for each other")
+    parser.add_argument(
+        "--copies",
+        action="store_true",
+        help="such a world whose nodes keep copies for each other; with --nodes: only stories with two copies",
+    )
     parser.add_argument("--coverage", action="store_true", help="say how much of the node's code was entered")
     asked = parser.parse_args(arguments)
     asked.seed = asked.seed if asked.seed is not None else int(chance.token_hex(4), 16)
     try:
-        if asked.cluster or asked.copies:
+        if asked.cluster or (asked.copies and not asked.nodes):
             return _tell_clusters(asked)
         scale()
         return _tell_stories(asked)
@@ -78,7 +84,7 @@ def _tell_stories(asked: argparse.Namespace) -> int:
     if asked.nodes:
         try:
             from forebay.sim.home_plants import PLANTS
-            from forebay.sim.nodes import CALLS, Nodes
+            from forebay.sim.nodes import CALLS, Nodes, copies_of
         except ModuleNotFoundError as error:
             print(f"--nodes needs {error.name}: pip install '.[sim]'", file=sys.stderr)
             return 2
@@ -90,9 +96,12 @@ def _tell_stories(asked: argparse.Namespace) -> int:
         print(f"--plant: choose from {', '.join(sorted(known))}", file=sys.stderr)
         return 2
     gc.freeze()  # what was imported stays: a world that is given up is collected quickly
-    count, began_s = asked.seeds or 1, time.process_time()
+    seeds: Iterable[int] = itertools.count(asked.seed)
+    if asked.nodes and asked.copies:
+        seeds = filter(lambda seed: copies_of(seed) > 1, seeds)
+    count, began_s, told_s = asked.seeds or 1, time.process_time(), 0.0
     entered = coverage.Entered() if asked.coverage else None
-    for seed in range(asked.seed, asked.seed + count):
+    for seed in itertools.islice(seeds, count):
         story = kind(seed, calls, echo=print if asked.seeds is None else None)
         finding = ""
         try:
@@ -100,6 +109,7 @@ def _tell_stories(asked: argparse.Namespace) -> int:
                 story.run()
         except Exception as error:
             finding = f"{type(error).__name__}: {error}"
+        told_s += story.clock.now_s
         told = f"seed {seed:>10} lives {story.lives:>3} answers {story.board.answered:>4} {story.digest}"
         print(f"{told} {'FOUND' if finding else 'fine'}", flush=True)
         if finding:
@@ -110,7 +120,8 @@ def _tell_stories(asked: argparse.Namespace) -> int:
             print(f"FOUND {finding}\nreplay: {shlex.join(command)}")
             return 1
     if asked.seeds is not None:
-        print(f"{count / (time.process_time() - began_s) * 60:.0f} seeds a minute of one core")
+        rate = f"{count / (time.process_time() - began_s) * 60:.0f} seeds a minute of one core"
+        print(f"{rate}, {told_s / 3600:.1f} hours of {'clusters' if asked.nodes else 'nodes'}")
     if entered is not None:
         print(entered.told())
     return 0

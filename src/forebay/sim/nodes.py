@@ -67,6 +67,11 @@ CAPACITY_BYTES = 16 << 20
 TURNS_MAX = 3_000_000  # of all loops together
 
 
+def copies_of(seed: int) -> int:
+    """How many nodes keep what no backend has, in the story of this seed."""
+    return 1 + seed // 2 % 2
+
+
 class Node:
     """One node of the world, whether it lives or not."""
 
@@ -139,7 +144,7 @@ class Nodes(World):
         # and each misfortune is up to eight times as frequent as usual, or as rare: some have little but drains.
         for_ever = {} if seed % 2 else {"freshness_s": FRESH_IMMUTABLE}
         self._spread = 1.0 if seed % 2 else 8.0
-        self.copies = 1 + seed // 2 % 2
+        self.copies = copies_of(seed)
         self.buckets = [replace(b, copies=self.copies, **for_ever) if b.write != "through" else b for b in BUCKETS]
         self.places: list[Place] = [(bucket.name, f"k{number}") for bucket in BUCKETS for number in range(KEYS)]
         self.sources: list[Place] = [(bucket.name, key) for bucket in BUCKETS for key in SOURCES]
