@@ -323,3 +323,36 @@ def test_who_waits_has_blobs_sent_while_others_are_copied(
         found = state(0.0)
         assert checkpoints.restore(found) is not None
         assert found["w"].unique().tolist() == [1.0]
+
+
+def test_a_tensor_that_does_not_lie_in_order_takes_no_memory_beyond_the_cap(tmp_path: Path):
+    tall = torch.arange(16_000_000, dtype=torch.float32).view(4000, 4000)  # 64 MB
+    first = tall[:500].t()  # has the system load what torch needs for it
+    states = [first, tall.t(), torch.complex(tall, tall)[:, ::2].conj(), tall.view(1, 2, 2000, 4000).transpose(2, 3)]
+
+    def child() -> None:
+        for tensor in states:
+            arena = Arena(16 * MIB)
+            layout = lay_out([Share("w", tensor, None, None)], 16 * MIB)
+            arena.prepare(layout, pinned=False)
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            before = resident("VmRSS")
+            stream = tmp_path / "stream"
+            with stream.open("wb") as file:
+                for filled in stage(layout, arena, lambda: None):
+                    file.write(filled.view())
+                    arena.give(filled.buffer)
+            more = resident("VmHWM") - before
+            if tensor is not first:
+                assert more < 32 * MIB, "the cap, and a few parts that are put in order"
+            saved = torch.from_file(str(stream), size=tensor.numel(), dtype=tensor.dtype)
+            assert torch.equal(saved, tensor.resolve_conj().reshape(-1))
+
+    _, status = os.waitpid(fork(tmp_path / "child", child), 0)
+    assert status == 0, (tmp_path / "child.error").read_text()
+
+
+def resident(what: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (found,) = (int(line.split()[1]) << 10 for line in lines if line.startswith(what + ":"))
+    return found

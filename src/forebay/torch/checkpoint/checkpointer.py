@@ -18,6 +18,7 @@ fails leaves the checkpoints before it as they were.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -112,6 +113,7 @@ class Checkpointer:
         self.repository = Repository(self._client, bucket, prefix)
         self._ranks = Ranks()
         self._token_base = self._ranks.first(SystemChance().token_hex(4))
+        self._pid = os.getpid()
         began_s = clock.wall_s()
         self._life = Life(began_s, began_s)
         self._began_s = clock.monotonic_s()
@@ -139,6 +141,7 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        self._look_for_fork()
         if self._last is not None:
             self._last._hurry.set()
             self._last._finished.wait()
@@ -166,6 +169,7 @@ class Checkpointer:
             raise Closed("this checkpointer was closed: make another one")
         if step < 0:
             raise Invalid(f"step={step}: steps count from 0")
+        self._look_for_fork()
         self._wait_for_last(step)
         began_s = clock.monotonic_s()
         terms = self._terms(step)
@@ -174,6 +178,7 @@ class Checkpointer:
         work = Save(handle, terms, self.repository, self._ranks, self._arena, self._patience_s, niceness, self._pace)
         layout: Layout | None = None
         flat, alike, failed = Flat(), "", None
+        interrupt: BaseException | None = None
         try:
             layout, alike = self._stage(state, flat, work, wait)
         except ForebayError as error:
@@ -181,6 +186,8 @@ class Checkpointer:
         except Exception as error:  # the ranks wait for this one to say so
             failed = Bug(f"the state could not be copied: {error!r}: please report this")
             failed.__cause__ = error
+        except BaseException as error:  # Ctrl-C, sys.exit() in a handler: the script wants to end
+            failed, interrupt = Closed(f"the save of step {step} was interrupted: the last one before it counts"), error
         handle.staged_s = clock.monotonic_s()
         handle.stall_s = handle.staged_s - began_s
         self._last, self._last_step = handle, step
@@ -188,7 +195,7 @@ class Checkpointer:
         work.finish(layout, self._trees(flat), alike, failed, self._ended)
         if failed is not None:
             handle._told = True
-            raise failed
+            raise interrupt or failed
         if wait:
             handle.durable()
         return handle
@@ -211,6 +218,12 @@ class Checkpointer:
     def _trees(self, flat: Flat) -> dict[str, Any]:
         """Rank 0's trees stand for all, but for names that are each rank's own."""
         return {name: tree for name, tree in flat.trees.items() if self._ranks.rank == 0 or name in self._own}
+
+    def _look_for_fork(self) -> None:
+        """In a child of the process that made this: its saves are another job's, with tokens of their own, and what
+        the parent has under way is the parent's."""
+        if self._pid != os.getpid():
+            self._pid, self._token_base, self._last = os.getpid(), SystemChance().token_hex(4), None
 
     def _wait_for_last(self, step: int) -> None:
         last = self._last
@@ -294,6 +307,7 @@ class Checkpointer:
         Raises, on all ranks and once, why the last save failed, unless its handle's `durable` did: catch
         `ForebayError` if training shall go on without that checkpoint, and the next save comes when it is due.
         """
+        self._look_for_fork()
         urgent = self._ranks.any(self._signalled)
         if urgent:  # never the other way: a signal may come while the ranks agree
             self._signalled = True

@@ -30,7 +30,7 @@ from forebay.core.checkpoint import Entry, Index, Manifest
 from forebay.core.errors import Corrupt, Invalid
 from forebay.torch.checkpoint.random_state import RandomState, other_gpus
 from forebay.torch.checkpoint.ranks import Ranks, is_distributed, shard_of
-from forebay.torch.checkpoint.staging import bytes_of
+from forebay.torch.checkpoint.staging import bytes_of, is_run
 from forebay.torch.checkpoint.tree import dtype_name, dtype_of, rebuild
 
 DIFFERENCES_SHOWN = 8
@@ -301,7 +301,7 @@ def read_all(source: Source, reads: Iterable[Read]) -> None:
 
 def _is_memory(tensor: torch.Tensor) -> bool:
     """Whether bytes can be read straight into it."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return tensor.device.type == "cpu" and is_run(tensor)
 
 
 def _numbered(tree: Any) -> Any:

@@ -159,7 +159,7 @@ class Sending:
         pace: Pace | None = None,
     ) -> None:
         self.handle = handle
-        self.failed: ForebayError | None = None
+        self.failed: ForebayError | None = None  # set by `fail`
         self.terms = terms
         self.repository = repository
         self._rank = rank
@@ -172,6 +172,12 @@ class Sending:
         self._senders: list[threading.Thread] = []
         self._digests: list[str] = []
         self._lock = threading.Lock()
+        self._broken = threading.Event()  # it failed: what is waited for would not help it
+
+    def fail(self, error: ForebayError) -> None:
+        """Nothing more is sent, and nothing waited for. The first error stays."""
+        self.failed = self.failed or error
+        self._broken.set()
 
     def begin(self, layout: Layout) -> None:
         self.handle.size_bytes = layout.stream_bytes
@@ -226,9 +232,9 @@ class Sending:
                 if self.failed is None:
                     self._send_beside(layout, filled)
             except ForebayError as error:
-                self.failed = self.failed or error
+                self.fail(error)
             except Exception as error:  # a thread that ends in silence would leave the ranks waiting
-                self.failed = self.failed or Bug(f"sending a blob failed: {error!r}: please report this")
+                self.fail(Bug(f"sending a blob failed: {error!r}: please report this"))
                 log.exception("sending a blob of checkpoint %d failed", self.terms.sequence)
             finally:
                 self._arena.give(filled.buffer)
@@ -270,7 +276,8 @@ class Sending:
             if not self.handle.waiting:
                 log.warning("checkpoint %d waits for the node: %s", self.terms.sequence, error)
             self.handle.waiting = f"waits for the node: {error}"
-            threading.Event().wait(delay_s)
+            if self._broken.wait(delay_s):
+                raise error
 
         advice = "the checkpoint is given up; the last one before it counts"
         found = with_patience(attempt, self._patience_s, pause, advice)
@@ -315,7 +322,8 @@ class Save(Sending):
         on_end: Callable[[SaveHandle], None],
     ) -> None:
         """Everything is staged, or `failed`: the rest happens in a thread."""
-        self.failed = self.failed or failed
+        if failed is not None:
+            self.fail(failed)
         if layout is not None:
             self.send(layout)
         self.no_more()
@@ -333,7 +341,7 @@ class Save(Sending):
                 assert layout is not None, "only a failed save has no layout"
                 part = self.put_index(layout, trees)
         except ForebayError as error:
-            self.failed = error
+            self.fail(error)
         manifest: Manifest | None = None
         failed: ForebayError | None = None
         try:

@@ -207,25 +207,31 @@ class _Copies:
         filled, devices, copied = 0, set(), []
         while self._pending is not None and self._pending.start < begin + size_bytes:
             start, source = self._pending
-            here = min(begin + size_bytes - start, source.numel())
+            here = min(begin + size_bytes - start, _size_bytes(source))
             at = start - begin
             buffer[filled:at].zero_()
-            if source.device.type == "cpu" and type(source) is torch.Tensor:  # what is made of tensors copies itself
-                copied.append((buffer[at : at + here], source[:here]))
+            place, rest = buffer[at : at + here], None
+            if here == _size_bytes(source) and not is_run(source) and type(source) is torch.Tensor:
+                place.view(source.dtype).view(source.shape).copy_(source, non_blocking=source.is_cuda)
             else:
-                buffer[at : at + here].copy_(source[:here], non_blocking=source.is_cuda)
+                data = bytes_of(source)
+                rest = data[here:]
+                if data.device.type == "cpu" and type(data) is torch.Tensor:  # what is made of tensors copies itself
+                    copied.append((place, data[:here]))
+                else:
+                    place.copy_(data[:here], non_blocking=source.is_cuda)
             if source.is_cuda:
                 devices.add(source.device)
             filled = at + here
-            rest = source[here:]
-            self._pending = _Copy(start + here, rest) if rest.numel() else next(self._copies, None)
+            more = rest is not None and rest.numel()
+            self._pending = _Copy(start + here, rest) if more else next(self._copies, None)
         buffer[filled:size_bytes].zero_()  # the next tensor begins in the next blob
         arena.copy(copied)
         return devices
 
 
 class _Copy(NamedTuple):
-    """Bytes that go to the stream from `start` on."""
+    """What goes to the stream from `start` on."""
 
     start: int
     source: torch.Tensor
@@ -233,8 +239,28 @@ class _Copy(NamedTuple):
 
 def _copies(layout: Layout) -> Iterator[_Copy]:
     for entry, share in zip(layout.entries, layout.shares, strict=True):
-        if entry.size_bytes:
-            yield _Copy(entry.offset, bytes_of(share.local))
+        start = entry.offset
+        for part in _parts(share.local.detach()):
+            if part.numel():
+                yield _Copy(start, part)
+                start += _size_bytes(part)
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor, in row-major order; one that does not lie in this order in parts of CUT_BYTES at most, since where a
+    blob ends within a part, memory is taken to put it in order."""
+    size_bytes = _size_bytes(tensor)
+    if size_bytes <= CUT_BYTES or is_run(tensor) or type(tensor) is not torch.Tensor:
+        yield tensor
+        return
+    rows = CUT_BYTES * tensor.shape[0] // size_bytes
+    for part in tensor.split(rows) if rows else tensor.unbind():
+        yield from _parts(part)
+
+
+def is_run(tensor: torch.Tensor) -> bool:
+    """Whether its memory is its elements in row-major order."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
