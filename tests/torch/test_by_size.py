@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from forebay.core.errors import Invalid
 from forebay.torch import BatchSampler, DataLoader, Mixture, ObjectDataset, ShardDataset, TokenDataset, packed
 from forebay.torch.by_size import greedy, step
-from tests.torch.memory_source import MemorySource, label, numbered_shard
+from tests.torch.memory_source import MemorySource, as_int, label, numbered_shard
 
 SIZES = st.lists(st.integers(0, 40), max_size=30)
 
@@ -142,6 +142,15 @@ def test_mixtures_and_samplers_have_batches_by_bytes_too(uneven: ObjectDataset) 
     sampled = list(BatchSampler(uneven, 10, batch_bytes=300, seed=4, rank=0, world=1))
     whole, _ = given_out(uneven, None, 1000, batch=10, batch_bytes=300, world=1, last="short")
     assert sampled == [[number for number, _ in batch] for (batch,) in whole]
+
+
+def test_what_stands_in_for_a_bad_batch_fits_the_limit_too() -> None:
+    bodies = {f"{n:03d}": b"none" if 40 <= n < 44 else b"%04d" % n for n in range(200)}
+    dataset = ObjectDataset("b-1/", decode=as_int, source=MemorySource(bodies), on_error="skip")
+    with DataLoader(dataset, 64, batch_bytes=8, shuffle=False, collate=list) as loader:
+        batches = list(loader)
+    assert batches[20:22] == [[0, 1], [0, 1]]
+    assert all(len(batch) == 2 for batch in batches)
 
 
 def test_numbers_that_make_no_batches_are_refused(uneven: ObjectDataset) -> None:

@@ -118,6 +118,18 @@ def test_chunks_of_another_kind_are_refused_in_words(odd: dict[str, Any]):
         LitDataset("b-1/lit/", source=written(**odd))
 
 
+@pytest.mark.parametrize("size", [0, 2, 50])
+def test_samples_of_a_chunk_that_was_cut_are_skipped_and_no_others(closing: list[DataLoader], size: int):
+    source = written()
+    source.objects["lit/chunk-0-1.bin"] = source.objects["lit/chunk-0-1.bin"][:size]
+    with pytest.raises(Corrupt, match=r"lit/chunk-0-1.bin is not what index.json says"):
+        LitDataset("b-1/lit/", source=source)[30]
+    dataset = LitDataset("b-1/lit/", source=source, on_error="skip", transform=lambda each: each["i"])
+    closing.append(DataLoader(dataset, 10, seed=2, collate=list))
+    assert sorted(n for batch in closing[-1] for n in batch) == [*range(25), *range(50, 100)]
+    assert closing[-1].stall.report()["skipped"] == 25
+
+
 def test_what_is_not_as_the_index_says():
     source = written()
     empty = np.full(27, 108, "<u4")

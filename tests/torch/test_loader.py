@@ -486,6 +486,51 @@ def test_an_error_of_the_callers_own_comes_through_and_leaves_no_thread(make: Ma
 
 
 @pytest.mark.parametrize("workers", WORKERS)
+def test_a_fault_of_the_decoder_is_raised_at_its_step_which_the_next_loop_tries_again(
+    numbers: MemorySource, make: Make, tmp_path: Path, workers: int
+):
+    mended = tmp_path / "mended"
+
+    def decode(key: str, data: Any) -> int:
+        if key.endswith("41") and not mended.exists():
+            raise TypeError("my decoder")
+        return as_int(key, data)
+
+    faulty = ObjectDataset("b-1/numbers", decode=decode, source=numbers)
+    loader = make(10, dataset=faulty, shuffle=False, workers=workers)
+    found: list[int] = []
+
+    def loop() -> None:
+        for batch in loader:
+            found.extend(batch.tolist())
+
+    for _ in range(2):
+        with pytest.raises(TypeError, match="my decoder"):
+            loop()
+    mended.touch()
+    assert found + flat(loader) == list(range(100))
+
+
+def test_a_worker_that_is_killed_costs_no_sample_and_repeats_none(make: Make):
+    """Out of memory, most of the time. torch says so in whatever code the training process is in."""
+    loader = make(4, workers=2, seed=5)
+    found: list[int] = []
+
+    def loop_until(killed: int) -> None:
+        for batch in loader:
+            found.extend(batch.tolist())
+            if len(found) >= killed:
+                worker = loader._inner._iterator._workers[0]  # type: ignore[union-attr]
+                worker.kill()
+                worker.join()
+
+    for killed in (20, 60):
+        with pytest.raises(RuntimeError, match="worker"):
+            loop_until(killed)
+    assert found + flat(loader) == flat(make(seed=5))
+
+
+@pytest.mark.parametrize("workers", WORKERS)
 def test_an_interrupt_leaves_nothing_behind(make: Make, workers: int):
     flat(make(workers=1))  # whatever torch keeps for good
     threads, before, kept = set(threading.enumerate()), descriptors(), set(children())

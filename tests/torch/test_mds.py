@@ -167,6 +167,27 @@ def test_columns_are_decoded_as_one_says(source: MemorySource):
         MdsDataset("b-1/train/", source=written(column_encodings=["bytes", "pkl", *["bytes"] * 6]))
 
 
+@pytest.mark.parametrize("damage", ["cut", "nonsense", "gone"])
+def test_samples_of_a_damaged_shard_are_skipped_and_no_others(
+    source: MemorySource, closing: list[DataLoader], damage: str
+):
+    key = "train/shard.00002.mds"
+    dataset = MdsDataset("b-1/train/", source=source, on_error="skip", transform=lambda each: -each["number"])
+    if damage == "gone":
+        del source.objects[key]
+    else:
+        source.objects[key] = source.objects[key][:60] if damage == "cut" else bytes(len(source.objects[key]))
+        dataset = MdsDataset("b-1/train/", source=source, on_error="skip", transform=lambda each: -each["number"])
+    loader = DataLoader(dataset, 10, seed=2, collate=list)
+    closing.append(loader)
+    assert sorted(number for batch in loader for number in batch) == [*range(50), *range(75, 100)]
+    assert loader.stall.report()["skipped"] == 25
+    assert "in b-1/train/shard.00002.mds" in loader.stall.skipped_names[0]
+    within = DataLoader(dataset, 10, batch_bytes=10**6, seed=2, collate=list)
+    closing.append(within)
+    assert sorted(number for batch in within for number in batch) == [*range(50), *range(75, 100)]
+
+
 def test_what_is_not_as_the_index_says(source: MemorySource):
     with pytest.raises(NotSupported, match="compressed by br: only"):
         MdsDataset("b-1/train/", source=written(compression="br"))

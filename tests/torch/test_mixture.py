@@ -154,6 +154,18 @@ def test_what_is_damaged_is_skipped_where_its_dataset_says_so(large: ShardDatase
         list(loader)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_skipped_moves_nothing_else(large: ShardDataset, workers: int) -> None:
+    def numbers(bad: bool) -> list[list[int]]:
+        source = MemorySource({f"{n:04d}": b"x" if bad and n % 3 == 0 else b"%d" % n for n in range(30)})
+        some = ObjectDataset("aaa/", decode=as_int, source=source, on_error="skip")
+        with DataLoader(Mixture([some, large], choose=[30, 30]), 8, seed=1, collate=list, workers=workers) as loader:
+            return list(loader)
+
+    whole = [[number for number in batch if number >= 1000 or number % 3] for batch in numbers(False)]
+    assert numbers(True) == whole
+
+
 def test_a_batch_of_which_nothing_is_left_is_an_error_of_its_own() -> None:
     source = MemorySource({"0": b"0", "1": b"1"})
 

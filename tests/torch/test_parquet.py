@@ -98,6 +98,22 @@ def test_an_epoch_is_resumed_exactly(source: MemorySource, closing: list[DataLoa
         loader(200).load_state_dict(first.state_dict())
 
 
+def test_another_window_of_the_loader_is_no_other_order_where_it_has_none(
+    source: MemorySource, closing: list[DataLoader]
+):
+    """A state says the loader's window where the shuffle is in blocks; else it must not matter."""
+
+    def order(shuffle: Any, window_bytes: int) -> list[int]:
+        dataset = ParquetDataset("b-1/rows/", columns=["number"], source=source)
+        closing.append(DataLoader(dataset, 8, seed=2, shuffle=shuffle, window_bytes=window_bytes, collate=list))
+        return [each["number"] for batch in closing[-1] for each in batch]
+
+    assert order(True, 1) == order(True, 4 << 30)
+    assert order("block", 1) != order("block", 4 << 30)
+    with pytest.raises(Precondition, match="windows of 1 bytes"):
+        closing[-1].load_state_dict(closing[-2].state_dict())
+
+
 def test_a_shuffle_decodes_each_group_once(source: MemorySource, closing: list[DataLoader]):
     dataset = ParquetDataset("b-1/rows/", source=source, window_bytes=2 * GROUP * 6100)
     closing.append(DataLoader(dataset, 10, seed=1, collate=lambda samples: [each["number"] for each in samples]))

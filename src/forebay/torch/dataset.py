@@ -47,7 +47,7 @@ BUGS = (
     ImportError,
     NotImplementedError,
 )  # what no data makes a sound decoder raise
-_SKIPPED = (Corrupt, NotFound)
+SKIPPED = (Corrupt, NotFound)  # what `on_error="skip"` is about
 
 
 class Accesses(NamedTuple):
@@ -239,14 +239,16 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
     # --- damage ------------------------------------------------------------------------------------------------------
     def _kept(self, name: Callable[[int], str], made: list[Any], facts: Facts) -> list[Any]:
         """`made` without what is skipped; errors stand in it in place of samples. `name` tells which sample it was."""
+        facts.gaps = []
         if not any(isinstance(sample, ForebayError) for sample in made):
             return made
         kept = []
         for number, sample in enumerate(made):
             if not isinstance(sample, ForebayError):
                 kept.append(sample)
-            elif self.on_error == "skip" and isinstance(sample, _SKIPPED):
+            elif self.on_error == "skip" and isinstance(sample, SKIPPED):
                 facts.skipped.append(name(number))
+                facts.gaps.append(number)
             elif isinstance(sample, Precondition):
                 raise Precondition(
                     f"{name(number)} changed since the dataset was listed: put the old version back, or start anew"

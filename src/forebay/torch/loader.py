@@ -7,9 +7,10 @@ counts the batches that were *given out*, not those under way. A meter says how 
 Iteration has one rule: a loop yields an epoch, or what a loaded state leaves of it. So the first loop over a restored
 loader yields the rest of its epoch. A loop that is left early is begun anew by the next one: looking at a first batch,
 or validating on a few, should not cost data. A loop that came to its end is followed by the next epoch. With
-`continues`, the next loop continues one that was left early. It also continues one that an error of the loader ended,
-with the step that failed. `set_epoch` with the current epoch changes nothing, so trainers that call it at the top of
-every epoch do not undo a resume; `restart` begins an epoch anew.
+`continues`, the next loop continues one that was left early. It also continues one that an error in the loader ended
+(bytes that did not come, a fault of the caller's decoder, a worker that was killed), with the step that failed.
+`set_epoch` with the current epoch changes nothing, so trainers that call it at the top of every epoch do not undo a
+resume; `restart` begins an epoch anew.
 
 Rejected. Counting in the sampler (it runs ahead by all that is prefetched); state in workers (it would depend on their
 number); always continuing (`next(iter(loader))` would take a batch out of the epoch, and a trainer's sanity check half
@@ -36,6 +37,7 @@ from torch.utils import data
 from forebay.core.errors import ForebayError, Invalid
 from forebay.core.spelling import known_arguments
 from forebay.ports import chance, clock
+from forebay.torch.by_size import greedy
 from forebay.torch.dataset import NOTHING_LEFT, WINDOW_BYTES, Dataset, OfEpoch, Shuffle
 from forebay.torch.fetching import Ahead, Collate, Fetched, Fetching, Following, Step, as_is, collate, pinned
 from forebay.torch.foretelling import Foretelling
@@ -219,7 +221,10 @@ class DataLoader:
         time: a new one ends the last."""
         self._iteration += 1
         self._begun = False
-        if self._continues:
+        lost = self._lost_a_worker()
+        if lost:
+            self.close()
+        if self._continues or lost:
             self._start = self._cursor
         self._cursor = self._start
         return self._iterate(self._iteration)
@@ -285,8 +290,10 @@ class DataLoader:
             raise
         except ForebayError:
             raise
-        except BaseException:  # Ctrl-C has reached the workers too, and one that died cannot be asked again
+        except BaseException as error:  # Ctrl-C has reached the workers too, and one that died cannot be asked again
             self.close()
+            if isinstance(error, Exception):  # of the caller's decoder, or a worker's end: that step was not given out
+                self._start = self._cursor
             raise
         finally:
             ahead, self._ahead = (self._ahead, None) if source is self._ahead else (None, self._ahead)
@@ -333,6 +340,12 @@ class DataLoader:
             )
         return iter(self._inner)
 
+    def _lost_a_worker(self) -> bool:
+        """Whether the last loop ended so: torch says that by an error in whatever code the process is in then, and to
+        who asks the other workers once more."""
+        iterator = getattr(self._inner, "_iterator", None)
+        return iterator is not None and not all(worker.is_alive() for worker in iterator._workers)
+
     def _fetch(self, step: Any, ended: Any) -> Fetched:
         fetched: Fetched = self._fetching.fetch(step, ended)
         return fetched.pin_memory() if self.pin_memory and fetched.error is None else fetched
@@ -342,12 +355,16 @@ class DataLoader:
         end; the same wherever the job is resumed. If it cannot be had either, `fetched`."""
         if not isinstance(self.dataset, Dataset) or self.dataset.on_error != "skip":
             return fetched
-        order = self.schedule.order(epoch)
-        for first in range(0, INSTEAD_MAX * self.batch_size, self.batch_size):
+        order, first, most_bytes = self.schedule.order(epoch), 0, self.schedule.batch_bytes
+        for _ in range(INSTEAD_MAX):
             known = order.reach(first + self.batch_size)
             if first >= known:
                 break
             instead = order.at(np.arange(first, min(first + self.batch_size, known)))
+            if most_bytes is not None:
+                ((_, end),) = greedy(self.dataset.sizes(instead), self.batch_size, most_bytes, 1)
+                instead = instead[:end]
+            first += len(instead)
             again = self._fetch(Step(epoch, instead), None)
             again.facts.skipped = fetched.facts.skipped + again.facts.skipped
             if again.error is None:

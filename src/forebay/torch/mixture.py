@@ -165,13 +165,13 @@ class Mixture(Dataset):
     def fetch(self, indices: Sequence[Any], facts: Facts) -> list[Any]:
         """Rows of (dataset, its epoch, its index)."""
         rows = np.asarray(indices, np.int64).reshape(-1, 3)
-        made: list[Any] = [None] * len(rows)
+        made: list[Any] = [_GAP] * len(rows)
         found: list[tuple[Column, list[Any]]] = []
         missing: Corrupt | None = None
         for source, epoch in np.unique(rows[:, :2], axis=0).tolist():
             here = np.flatnonzero((rows[:, 0] == source) & (rows[:, 1] == epoch))
+            facts.epoch, facts.gaps = epoch, []
             try:
-                facts.epoch = epoch
                 samples = self.datasets[source].fetch(rows[here, 2], facts)
             except Corrupt as error:
                 if error.code != NOTHING_LEFT or self.on_error != "skip":
@@ -179,16 +179,17 @@ class Mixture(Dataset):
                 missing = error
                 continue
             found.append((here, samples))
-            for at, sample in zip(here.tolist(), samples, strict=False):
+            left: Column = np.delete(here, facts.gaps)
+            for at, sample in zip(left.tolist(), samples, strict=True):
                 made[at] = sample
         if not found and missing is not None:
             raise missing
-        if sum(len(samples) for _, samples in found) < len(rows):  # those that were skipped
-            kept = np.concatenate([here[: len(samples)] for here, samples in found])
-            return [made[at] for at in np.sort(kept).tolist()]
+        if sum(len(samples) for _, samples in found) < len(rows):  # the others were skipped
+            return [sample for sample in made if sample is not _GAP]
         return _rows(found, len(rows)) or made
 
 
+_GAP = object()  # in place of a sample that was skipped
 _SHAPE_MAX = 300  # of a state's 1 KiB
 
 

@@ -96,7 +96,7 @@ class Source(Protocol):
 class Facts(msgspec.Struct):
     """What one fetch was spent on; see `stall.py`. `index_s`: finding out what there is to fetch. `ended`, if set, ends
     waiting. `epoch`: the one that the samples are for; None where nobody said. `unlocked`: threads can decode at
-    once."""
+    once. `skipped` are the names of samples that were left out, and `gaps` where those of the last fetch stood."""
 
     index_s: float = 0.0
     read_s: float = 0.0
@@ -107,6 +107,7 @@ class Facts(msgspec.Struct):
     direct: int = 0
     size_bytes: int = 0
     skipped: list[str] = []
+    gaps: list[int] = []
     ended: threading.Event | None = None
     epoch: int | None = None
     unlocked: bool = False

@@ -29,7 +29,7 @@ from forebay.core.messages.batch import Item
 from forebay.core.spelling import known_arguments
 from forebay.ports import clock
 from forebay.torch.columns import Column
-from forebay.torch.dataset import Accesses, Dataset, OnError, decoded, frees_lock, parameters, ranges
+from forebay.torch.dataset import SKIPPED, Accesses, Dataset, OnError, decoded, frees_lock, parameters, ranges
 from forebay.torch.source import PATIENCE_S, Bytes, Facts, Source
 from forebay.torch.switch import DIRECT_AFTER_S
 
@@ -135,62 +135,76 @@ class IndexedShards(Dataset):
         return self._counts, self.listing.sizes
 
     def sizes(self, indices: Column) -> Column:
-        _, starts, ends = self._spans(indices)
+        _, starts, ends, _ = self._spans(indices, Facts())
         return ends - starts
 
     def accesses(self, indices: Column) -> Accesses:
         """Of what is compressed, all of its shard."""
-        shards, starts, ends = self._spans(indices)
+        shards, starts, ends, _ = self._spans(indices, Facts())
         packed = np.asarray([shard.plain_bytes is not None for shard in self._shards])[shards]
         return ranges(
             self.listing, shards, np.where(packed, 0, starts), np.where(packed, self.listing.sizes[shards], ends)
         )
 
-    def _spans(self, indices: Column, facts: Facts | None = None) -> tuple[Column, Column, Column]:
-        """The shard of each sample, and from where to where it lies."""
+    def _spans(self, indices: Column, facts: Facts) -> tuple[Column, Column, Column, dict[int, ForebayError]]:
+        """The shard of each sample, and from where to where it lies; and of which shards nobody can tell, where their
+        samples are skipped: each of these counts as one of equal parts."""
         shards: Column = np.searchsorted(self._ends, indices, "right")
         inner = indices - (self._ends[shards] - self._counts[shards])
-        heads = self._heads_of(np.unique(shards).tolist(), facts or Facts())
+        heads, damaged = self._heads_of(np.unique(shards).tolist(), facts)
+        for shard in damaged:
+            heads[shard] = np.linspace(0, self.listing.sizes[shard], int(self._counts[shard]) + 1).astype(np.int64)
         starts, ends = np.empty_like(inner), np.empty_like(inner)
         for shard, head in heads.items():
             here = shards == shard
             starts[here], ends[here] = head[inner[here]], head[inner[here] + 1]
-        return shards, starts, ends
+        return shards, starts, ends, damaged
 
-    def _heads_of(self, shards: list[int], facts: Facts) -> dict[int, Column]:
+    def _heads_of(self, shards: list[int], facts: Facts) -> tuple[dict[int, Column], dict[int, ForebayError]]:
         """Where the samples of shards begin, and the last one ends. Threads may do the same work twice."""
         found = {shard: head for shard in shards if (head := self._heads.get(shard)) is not None}
         missing = [shard for shard in shards if shard not in found]
         items = [self._item(shard, 0, 4 * (int(self._counts[shard]) + 2)) for shard in missing]
         values = self._source.get_many(items, facts) if items else []
-        for shard, item, value in zip(missing, items, values, strict=True):
-            if isinstance(value, ForebayError):
-                raise value
-            said = np.frombuffer(value, "<u4").astype(np.int64)
-            plain_bytes = self._shards[shard].plain_bytes
-            end = int(self.listing.sizes[shard]) if plain_bytes is None else plain_bytes
-            whole = len(value) == item.end and said[0] == self._counts[shard]
-            if not whole or (np.diff(said[1:]) < 0).any() or said[-1] > end:
-                raise Corrupt(f"{item.bucket}/{item.key} is not what {INDEX} says: write it again")
-            if said[1] == said[-1] and self._shards[shard].columns.names:
-                raise NotSupported(
-                    f"{item.bucket}/{item.key} has its samples behind its table of places, as Arrow, which is not read "
-                    "here: write them without nested types"
-                )
-            found[shard] = self._heads[shard] = said[1:]
-            self._heads_bytes += said.nbytes
+        damaged: dict[int, ForebayError] = {}
+        for shard, value in zip(missing, values, strict=True):
+            head = value if isinstance(value, ForebayError) else self._head(shard, value)
+            if not isinstance(head, ForebayError):
+                found[shard] = self._heads[shard] = head
+                self._heads_bytes += head.nbytes
+            elif self.on_error == "skip" and isinstance(head, SKIPPED):
+                damaged[shard] = head
+            else:
+                raise head
         while self._heads_bytes > HEADS_BYTES_MAX and len(self._heads) > 1:
             self._heads_bytes -= self._heads.popitem(last=False)[1].nbytes
-        return found
+        return found, damaged
+
+    def _head(self, shard: int, data: Bytes) -> Any:
+        """The places in the head of a shard, or the error that it is."""
+        name, count = f"{self.listing.bucket}/{self.listing.key(shard)}", int(self._counts[shard])
+        plain_bytes = self._shards[shard].plain_bytes
+        end = int(self.listing.sizes[shard]) if plain_bytes is None else plain_bytes
+        said = np.frombuffer(data, "<u4", len(data) // 4).astype(np.int64)
+        if len(said) != count + 2 or said[0] != count or (np.diff(said[1:]) < 0).any() or said[-1] > end:
+            return Corrupt(f"{name} is not what {INDEX} says: write it again")
+        if said[1] == said[-1] and self._shards[shard].columns.names:
+            return NotSupported(
+                f"{name} has its samples behind its table of places, as Arrow, which is not read here: write them "
+                "without nested types"
+            )
+        return said[1:]
 
     def _item(self, shard: int, start: int, end: int) -> Item:
         member = "" if self._shards[shard].plain_bytes is None else WHOLE
         return Item(self.listing.bucket, self.listing.key(shard), start, end, member, self.listing.etag(shard))
 
     def fetch(self, indices: Sequence[int], facts: Facts) -> list[Any]:
-        shards, starts, ends = self._spans(np.asarray(indices, np.int64), facts)
+        shards, starts, ends, damaged = self._spans(np.asarray(indices, np.int64), facts)
         items = [self._item(*row) for row in zip(shards.tolist(), starts.tolist(), ends.tolist(), strict=True)]
-        values = self._source.get_many(items, facts)
+        asked = [item for item, shard in zip(items, shards.tolist(), strict=True) if shard not in damaged]
+        came = iter(self._source.get_many(asked, facts) if asked else ())
+        values = [damaged[shard] if shard in damaged else next(came) for shard in shards.tolist()]
         began_s = clock.monotonic_s()
         facts.unlocked = facts.unlocked or frees_lock(self.decode.values())
         made: list[Any] = []

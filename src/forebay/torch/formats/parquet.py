@@ -188,10 +188,12 @@ class ParquetDataset(Dataset):
         window: int = 0,
         before: int = 0,
     ) -> Order:
-        """In windows, whatever the shuffle: see the module's header."""
+        """In windows, whatever the shuffle: see the module's header. The loader's windows count where states name them:
+        in a block shuffle."""
         if not shuffle:
             return InOrder(self.samples)
-        return BlockShuffled(*self.blocks(), min(window_bytes, self.window_bytes), seed, epoch)
+        size_bytes = min(window_bytes, self.window_bytes) if shuffle == "block" else self.window_bytes
+        return BlockShuffled(*self.blocks(), size_bytes, seed, epoch)
 
     def sizes(self, indices: Column) -> Column:
         """Their share of their groups."""
