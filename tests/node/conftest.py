@@ -46,6 +46,7 @@ class NodeProcess:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "FOREBAY_"))}
         self._environment = kept | (environment or {})
         self.process: subprocess.Popen[bytes] | None = None
+        self.ending = False  # asked to end: asked again, a node gives up what it waits for
 
     @property
     def log(self) -> str:
@@ -53,6 +54,7 @@ class NodeProcess:
 
     def start(self, *, wait: bool = True, **more: Any) -> None:
         self.dir.mkdir(parents=True, exist_ok=True)
+        self.ending = False
         command = [sys.executable, "-m", "forebay.node", "--dir", str(self.dir / "node"), "--listen", "127.0.0.1:0"]
         with open(self.dir / "stderr.log", "ab") as log:
             self.process = subprocess.Popen(
@@ -76,11 +78,17 @@ class NodeProcess:
             return str(told["endpoint"]) if told["pid"] == self.process.pid else ""  # else one that was killed
         return ""
 
+    def ask_to_end(self) -> None:
+        """Ask it to end, once, and wait for nothing."""
+        assert self.process is not None
+        if not self.ending and self.process.poll() is None:
+            self.ending = True
+            self.process.send_signal(signal.SIGTERM)
+
     def stop(self) -> int:
         """Ask it to end; its exit status."""
+        self.ask_to_end()
         assert self.process is not None
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
@@ -153,8 +161,9 @@ def node(tmp_path: Path) -> Iterator[Callable[..., NodeProcess]]:
         return one
 
     yield make
-    for one in made:
-        if one.process is not None:
-            pids = one.children()
-            one.stop()
-            assert not [pid for pid in pids.values() if alive(pid)], "a child outlived the node"
+    started = [(one, one.children()) for one in made if one.process is not None]
+    for one, _ in started:
+        one.ask_to_end()  # all at once: some wait for a backend that is away before they end
+    for one, pids in started:
+        one.stop()
+        assert not [pid for pid in pids.values() if alive(pid)], "a child outlived the node"
