@@ -18,6 +18,7 @@ fails leaves the checkpoints before it as they were.
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import signal
 from collections.abc import Callable, Collection, Mapping
@@ -40,7 +41,7 @@ from forebay.torch.checkpoint.ranks import Ranks, shares
 from forebay.torch.checkpoint.restoring import Plan, Source, put_back
 from forebay.torch.checkpoint.saving import NICENESS, Save, SaveHandle, Terms, asked, patiently
 from forebay.torch.checkpoint.staging import Arena, Layout, lay_out, stage
-from forebay.torch.checkpoint.tree import Flat
+from forebay.torch.checkpoint.tree import Flat, is_text, key_text
 
 PATIENCE_S = 6 * 3600.0  # of the threads that send: an outage of hours costs one checkpoint's delay, not the run
 RESTORE_PATIENCE_S = 600.0
@@ -104,9 +105,10 @@ class Checkpointer:
         self._every = _every(every)
         self._keep = keep
         self._own = frozenset(own)
+        self._own_paths = frozenset(key_text(name) for name in own)
         self._arena = Arena(staging_bytes)
         self._pace = Pace()
-        self._metadata = dict(metadata or {})
+        self._metadata = _texts(metadata or {})
         self._patience_s = patience_s
         self._interval = Interval(mtti_s, began_s=clock.monotonic_s())
         self._client = Client(url)
@@ -167,8 +169,7 @@ class Checkpointer:
         """
         if self._closed:
             raise Closed("this checkpointer was closed: make another one")
-        if step < 0:
-            raise Invalid(f"step={step}: steps count from 0")
+        step = _whole(step)
         self._look_for_fork()
         self._wait_for_last(step)
         began_s = clock.monotonic_s()
@@ -204,14 +205,18 @@ class Checkpointer:
         if not state:
             raise Invalid("the state is empty: give what is to be saved, by name")
         for name, value in state.items():
+            if not isinstance(name, str) or not is_text(name):
+                raise Invalid(f"{name!r} is no text: what is saved has names such as 'model'")
             flat.add(name, value.state_dict() if hasattr(value, "state_dict") else value)
-        mine, alike = shares(flat.leaves, self._ranks, self._own)
+        mine, alike = shares(flat.leaves, self._ranks, self._own_paths)
         layout = lay_out(mine, self._arena.memory_bytes)
         self._arena.prepare(layout, pinned=any(share.local.is_cuda for share in mine))
+        staged = stage(layout, self._arena, lambda: work.send(layout, hurry=True))
+        layout = layout._replace(shares=[])  # what is copied is the job's again, to free or change
         work.begin(layout)
         if wait:  # nobody gains from a short stall: the disk begins with the first blob
             work.send(layout, hurry=True)
-        for filled in stage(layout, self._arena, lambda: work.send(layout, hurry=True)):
+        for filled in staged:
             work.add(filled)
         return layout, alike
 
@@ -465,6 +470,24 @@ class Checkpointer:
         if kept is None:
             raise Invalid("how many checkpoints shall stay? prune(keep=3)")
         return self.repository.prune(kept)
+
+
+def _whole(step: Any) -> int:
+    """A step as Python's number: another one would be written, and nobody could read the manifest."""
+    try:
+        number = int(operator.index(step))
+    except TypeError:
+        raise Invalid(f"step={step!r}: a step is a whole number") from None
+    if number < 0:
+        raise Invalid(f"step={step}: steps count from 0")
+    return number
+
+
+def _texts(metadata: Mapping[str, str]) -> dict[str, str]:
+    for each in (*metadata, *metadata.values()):
+        if not isinstance(each, str) or not is_text(each):
+            raise Invalid(f"metadata has {each!r}: names and values are text, str(...) of what you have")
+    return {str.__str__(name): str.__str__(value) for name, value in metadata.items()}
 
 
 def _every(every: Literal["auto"] | int | Every) -> Every:

@@ -119,7 +119,8 @@ def shard_of(tensor: Any, path: str) -> Shard | None:
 
 
 def shares(leaves: Sequence[Leaf], ranks: Ranks, own: Collection[str]) -> tuple[list[Share], str]:
-    """What this rank saves, in order, and a digest of what all ranks must have alike."""
+    """What this rank saves, in order, and a digest of what all ranks must have alike. `own`: first parts of the paths
+    of what is each rank's own."""
     mine: list[Share] = []
     equal: list[Leaf] = []
     alike: list[str] = []

@@ -31,7 +31,7 @@ from forebay.core.errors import Corrupt, Invalid
 from forebay.torch.checkpoint.random_state import RandomState, other_gpus
 from forebay.torch.checkpoint.ranks import Ranks, is_distributed, shard_of
 from forebay.torch.checkpoint.staging import bytes_of, is_run
-from forebay.torch.checkpoint.tree import dtype_name, dtype_of, rebuild
+from forebay.torch.checkpoint.tree import dtype_name, dtype_of, key_text, rebuild
 
 DIFFERENCES_SHOWN = 8
 ROWS_BYTES = 4 * READ_BYTES  # of a tensor's rows that are read to be copied: at both ends a piece is read twice
@@ -81,13 +81,16 @@ class Source:
 
     def parts(self, path: str, rank: int) -> list[Saved]:
         """Where the tensor of that path was saved; several if it was sharded."""
-        if path.partition("/")[0] in self.own:
+        if self._is_own(path):
             found = [Saved(rank, entry) for entry in self.index(rank).entries if entry.path == path]
         else:
             found = self._all().get(path, [])
         if not found:
             raise Corrupt(f"the checkpoint names {path} and has no bytes of it: restore an older one")
         return found
+
+    def _is_own(self, path: str) -> bool:
+        return path.partition("/")[0] in map(key_text, self.own)
 
     def whole(self, path: str, rank: int) -> list[Saved]:
         """As `parts`; `Corrupt` if they are not all of the tensor, before anybody takes memory for it."""
@@ -101,7 +104,7 @@ class Source:
             self._shared = {}
             for rank in range(len(self.manifest.ranks)):
                 for entry in self.index(rank).entries:
-                    if entry.path.partition("/")[0] not in self.own:
+                    if not self._is_own(entry.path):
                         self._shared.setdefault(entry.path, []).append(Saved(rank, entry))
         return self._shared
 

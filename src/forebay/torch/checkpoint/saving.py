@@ -342,6 +342,9 @@ class Save(Sending):
                 part = self.put_index(layout, trees)
         except ForebayError as error:
             self.fail(error)
+        except Exception as error:  # the other ranks, and who waits for the handle, are to hear of it
+            log.exception("the index of checkpoint %d could not be written", self.terms.sequence)
+            self.fail(Bug(f"the index of the checkpoint could not be written: {error!r}: please report this"))
         manifest: Manifest | None = None
         failed: ForebayError | None = None
         try:
@@ -368,6 +371,9 @@ class Save(Sending):
                 outcome = self._committed(everyone)
             except ForebayError as error:
                 outcome = error.to_wire()
+            except Exception as error:
+                log.exception("the manifest of checkpoint %d could not be written", self.terms.sequence)
+                outcome = Bug(f"the manifest could not be written: {error!r}: please report this").to_wire()
         outcome = self._ranks.first(outcome, sending=True)
         if isinstance(outcome, Manifest):
             return outcome

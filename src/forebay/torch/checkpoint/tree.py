@@ -114,9 +114,21 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
-def _tensor_of(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
+def is_text(text: str) -> bool:
+    """Whether it is made of whole characters: halves stand in names of files that are no UTF-8."""
     try:
-        return torch.from_numpy(np.array(array, copy=True, order="C"))
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _tensor_of(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
+    """The array's own memory, or a copy where torch does not take that."""
+    if not (array.flags.c_contiguous and array.flags.writeable and type(array) is np.ndarray):
+        array = np.array(array, copy=True, order="C")
+    try:
+        return torch.from_numpy(array)
     except TypeError:
         raise Invalid(f"{path}: torch has no dtype for a NumPy array of {array.dtype}: convert it first") from None
 
@@ -127,8 +139,12 @@ def _key_node(key: Any) -> Any:
 
 
 def _plain(value: Any, path: str) -> Any:
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        if not is_text(value):
+            raise Invalid(f"{path} is {value!r}, which is no text that can be stored: save it as bytes")
+        return str.__str__(value)
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, int):
