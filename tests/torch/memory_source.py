@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from forebay.core.errors import ForebayError, NotFound, Precondition
+from forebay.core.errors import ForebayError, Invalid, NotFound, Precondition
 from forebay.core.formats.listing import Listing, build, pack
 from forebay.core.formats.members import MemberIndex, form_of
 from forebay.core.formats.members import build as build_members
@@ -86,6 +86,8 @@ class MemorySource:
             data = data[found.start : found.end]
             data = zlib.decompress(data, -15) if found.method else data
         assert item.end != item.start, "nobody can ask for a range of nothing"
+        if item.end is not None and item.start >= len(data):
+            return Invalid(f"the range is outside the object of {len(data)} bytes: ask within 0..{len(data)}")
         return memoryview(data)[item.start : item.end]
 
     def _plain(self, key: str) -> bytes:

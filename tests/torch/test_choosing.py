@@ -10,6 +10,7 @@ from torch import distributed
 from forebay.core.errors import Precondition
 from forebay.torch import BatchSampler, DataLoader, ObjectDataset, ShardDataset, TokenDataset, choosing
 from forebay.torch.choosing import agreed, chosen_window, window_for
+from tests.patience import until
 from tests.torch.memory_source import MemorySource, as_int, label, tokens
 
 GIB = 1 << 30
@@ -52,6 +53,19 @@ def test_data_that_does_not_fit_is_shuffled_in_windows_which_is_said_once(
     epochs = [flat(loader) for _ in range(2)]
     assert epochs[0] != epochs[1]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(100))
+
+
+@pytest.mark.parametrize(("room_bytes", "ahead"), [(30, 1), (130, 2), (None, 4)])
+def test_no_more_is_made_ahead_than_a_part_of_what_the_node_holds(
+    numbers: MemorySource, closing: list[DataLoader], room_bytes: int | None, ahead: int
+):
+    """A hundred samples of 190 bytes together, in batches of 8."""
+    numbers.room = room_bytes
+    loader = DataLoader(ObjectDataset("b-1/numbers", decode=as_int, source=numbers), 8, seed=1, hints=False)
+    closing.append(loader)
+    for given, _ in enumerate(loader):
+        until(lambda given=given: len(numbers.batches) == min(13, given + ahead))  # type: ignore[misc]
+    assert sum(numbers.batches) == 100
 
 
 @pytest.mark.parametrize("kind", ["objects", "shards", "tokens"])

@@ -38,6 +38,7 @@ from forebay.core.errors import ForebayError, Invalid
 from forebay.core.spelling import known_arguments
 from forebay.ports import chance, clock
 from forebay.torch.by_size import greedy
+from forebay.torch.choosing import WINDOWS_KEPT
 from forebay.torch.dataset import NOTHING_LEFT, WINDOW_BYTES, Dataset, OfEpoch, Shuffle
 from forebay.torch.fetching import Ahead, Collate, Fetched, Fetching, Following, Step, as_is, collate, pinned
 from forebay.torch.foretelling import Foretelling
@@ -320,10 +321,11 @@ class DataLoader:
             self._foretold = False
 
     def _begin(self, steps: Iterator[Any]) -> Any:
+        depth = self._depth()
         if not self.workers:
             if self._ahead is not None:
                 self._ahead.close()
-            self._ahead = Ahead(self._fetch, steps, min(THREADS, self._prefetch), self._prefetch)
+            self._ahead = Ahead(self._fetch, steps, min(THREADS, depth), depth)
             return self._ahead
         self._steps = steps
         if self._inner is None:
@@ -333,12 +335,26 @@ class DataLoader:
                 num_workers=self.workers,
                 collate_fn=as_is,
                 pin_memory=self.pin_memory,
-                prefetch_factor=self._prefetch,
+                prefetch_factor=-(-depth // self.workers),
                 persistent_workers=True,
                 multiprocessing_context=self.multiprocessing_context,
                 worker_init_fn=Following(self.worker_init_fn),
             )
         return iter(self._inner)
+
+    def _depth(self) -> int:
+        """Batches that are made ahead in all. If windows were chosen since the node does not hold the data, these must
+        not be more than a part of what it holds: it takes what was read before its turn for what is still to be read,
+        so there would be no room for what comes next."""
+        said, schedule = self._prefetch * max(1, self.workers), self.schedule
+        if not (schedule.auto and schedule.shuffle == "block" and schedule.samples):
+            return said
+        room_bytes: int | None = self.dataset.room_bytes()
+        if room_bytes is None:
+            return said
+        batch_bytes: int = self.batch_size * self.dataset.listing.size_bytes // schedule.samples
+        step_bytes = schedule.world * min(batch_bytes, schedule.batch_bytes or batch_bytes)
+        return max(1, min(said, room_bytes // WINDOWS_KEPT // max(1, step_bytes)))
 
     def _lost_a_worker(self) -> bool:
         """Whether the last loop ended so: torch says that by an error in whatever code the process is in then, and to

@@ -163,9 +163,10 @@ class IndexedShards(Dataset):
     def _heads_of(self, shards: list[int], facts: Facts) -> tuple[dict[int, Column], dict[int, ForebayError]]:
         """Where the samples of shards begin, and the last one ends. Threads may do the same work twice."""
         found = {shard: head for shard in shards if (head := self._heads.get(shard)) is not None}
-        missing = [shard for shard in shards if shard not in found]
-        items = [self._item(shard, 0, 4 * (int(self._counts[shard]) + 2)) for shard in missing]
-        values = self._source.get_many(items, facts) if items else []
+        missing, sizes = [shard for shard in shards if shard not in found], self.listing.sizes
+        items = [self._item(shard, 0, 4 * (int(self._counts[shard]) + 2)) for shard in missing if sizes[shard]]
+        came = iter(self._source.get_many(items, facts) if items else ())
+        values = [next(came) if sizes[shard] else b"" for shard in missing]  # there is no range of an empty object
         damaged: dict[int, ForebayError] = {}
         for shard, value in zip(missing, values, strict=True):
             head = value if isinstance(value, ForebayError) else self._head(shard, value)
