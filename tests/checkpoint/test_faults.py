@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.checkpoint.crash_trainer import fork
 from tests.checkpoint.test_ranks import ranks
 from tests.disks import mounted
 from tests.node.conftest import NodeProcess
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 
 pytestmark = pytest.mark.real
 MIB = 1 << 20
@@ -136,6 +137,33 @@ def test_saves_wait_for_a_bucket_that_is_away_once_it_owes_all_it_may(node: Node
         found = whole(0.0)
         assert checkpoints.restore(found) is not None
         assert found["w"].unique().tolist() == [float(handle.step)]
+
+
+def test_who_waits_for_the_bucket_waits_through_its_outage_and_a_restart_of_the_node(node: NodeProcess):
+    folder = node.dir / "outlived"
+    folder.mkdir()
+    node.json("PUT", "buckets/outlived", {"name": "outlived", "url": f"file://{folder}", "write": "back"})
+    with saver(node, "outlived/run") as checkpoints:
+        checkpoints.save(1, whole(1.0), wait=True).durable("bucket")
+        folder.rename(folder.with_name("outlived-away"))
+        handle = checkpoints.save(2, whole(2.0), wait=True)
+        with pytest.raises(Unavailable, match="goes on flushing it"):
+            handle.durable("bucket", timeout_s=0.1)
+        with ThreadPoolExecutor(1) as waiting:
+            told = waiting.submit(handle.durable, "bucket")
+            until(lambda: "waits for the bucket" in handle.waiting or told.done(), "it says that it waits")
+            assert node.process is not None
+            node.process.kill()
+            node.process.wait()
+            until(lambda: "no node answers" in handle.waiting or told.done(), "it says what it waits for now")
+            node.start()
+            assert not told.done()
+            folder.with_name("outlived-away").rename(folder)
+            manifest = told.result(PATIENCE_S)
+        assert handle.waiting == ""
+        assert checkpoints.repository.is_in_bucket(manifest)
+        names = {path.name for path in folder.rglob("*") if path.is_file()}
+        assert f"{manifest.sequence:012}" in names, "the manifest is in the bucket's own folder"
 
 
 def test_ranks_wait_together_while_the_bucket_is_away_and_train_on(node: NodeProcess, tmp_path: Path):

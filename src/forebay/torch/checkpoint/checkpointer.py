@@ -174,7 +174,7 @@ class Checkpointer:
         self._wait_for_last(step)
         began_s = clock.monotonic_s()
         terms = self._terms(step)
-        handle = SaveHandle(terms, self.repository)
+        handle = SaveHandle(terms, self.repository, self._patience_s)
         niceness = 0 if wait else NICENESS
         work = Save(handle, terms, self.repository, self._ranks, self._arena, self._patience_s, niceness, self._pace)
         layout: Layout | None = None
@@ -333,7 +333,9 @@ class Checkpointer:
         if self._last is not None and not self._last.done:
             return False
         if self._every.steps is not None:
-            return step % self._every.steps == 0 and step != self._last_step
+            saved = self._last_step
+            since = step - 1 if saved is None or saved > step else saved
+            return step // self._every.steps > since // self._every.steps  # one that was missed is made up for
         now_s = clock.monotonic_s()
         if self._every.seconds is not None:
             last_s = self._interval._last_s

@@ -151,7 +151,7 @@ class StorageWriter(Addressed, dcp.StorageWriter):  # type: ignore[misc]
         repository = self._repository(self._named)
         waited_for = threading.current_thread() is threading.main_thread()  # training trains, or stands and waits
         niceness = 0 if waited_for else NICENESS
-        handle = SaveHandle(terms, repository)
+        handle = SaveHandle(terms, repository, self._patience_s)
         sending = Sending(handle, terms, repository, rank, self._arena, self._patience_s, niceness, self._pace)
         try:
             self._send(sending, layout, pinned=any(share.local.is_cuda for share in shares), hurry=waited_for)

@@ -38,7 +38,7 @@ from forebay.client.patience import with_patience
 from forebay.core import checkpoint as form
 from forebay.core.checkpoint import PIECE_BYTES, Index, Manifest, RankPart
 from forebay.core.checkpoint_pace import NONE, CoreTime, Pace
-from forebay.core.errors import Bug, ForebayError, Invalid, Unavailable, from_wire
+from forebay.core.errors import Bug, ForebayError, Invalid, NotFound, Unavailable, from_wire
 from forebay.ports import clock
 from forebay.torch.checkpoint.ranks import Ranks
 from forebay.torch.checkpoint.staging import Arena, Filled, Layout
@@ -63,7 +63,7 @@ class Terms(NamedTuple):
 class SaveHandle:
     """A save that was begun. Its methods may be called from any thread."""
 
-    def __init__(self, terms: Terms, repository: Repository) -> None:
+    def __init__(self, terms: Terms, repository: Repository, patience_s: float) -> None:
         self.step = terms.step
         self.sequence = terms.sequence
         self.stall_s = 0.0  # how long `save` kept training from going on
@@ -78,6 +78,7 @@ class SaveHandle:
         self._hurry = threading.Event()  # somebody waits for it, or nothing is left to send
         self._terms = terms
         self._repository = repository
+        self._patience_s = patience_s
         self._ready: list[Callable[[], Any]] = []
         self._ended = threading.Event()
         self._finished = threading.Event()  # after `on_end`, too
@@ -104,9 +105,10 @@ class SaveHandle:
 
     def durable(self, level: Level = "tier", timeout_s: float | None = None) -> Manifest:
         """Wait until the checkpoint counts: at the node (`tier`), or at the backend as well (`bucket`), so that it
-        outlives the node. Its manifest.
+        outlives the node. Its manifest. A node that restarts and a bucket that is away are waited for.
 
-        The save's own error if it failed; `Unavailable` when `timeout_s` have passed, and the save goes on.
+        The save's own error if it failed; `Unavailable` when `timeout_s` have passed (for the bucket at the latest the
+        checkpointer's `patience_s`), and the save goes on.
         """
         if level not in ("tier", "bucket"):
             raise Invalid(f"level={level!r}: durable in the 'tier' or in the 'bucket'")
@@ -119,8 +121,25 @@ class SaveHandle:
             raise self.error
         assert self.manifest is not None, "a save ends with a manifest or an error"
         if level == "bucket":
-            _flushed(self._repository, self.manifest, give_up_s)
+            left_s = self._patience_s if give_up_s is None else max(0.0, give_up_s - clock.monotonic_s())
+            self._wait_for_bucket(self.manifest, left_s)
         return self.manifest
+
+    def _wait_for_bucket(self, manifest: Manifest, patience_s: float) -> None:
+        give_up_s = clock.monotonic_s() + patience_s
+
+        def pause(delay_s: float, error: ForebayError) -> None:
+            if not self.waiting:
+                log.warning("checkpoint %d waits for the bucket: %s", self.sequence, error)
+            self.waiting = f"waits for the bucket: {error}"
+            threading.Event().wait(delay_s)
+
+        try:
+            with_patience(
+                lambda: _flush(self._repository, manifest, give_up_s), patience_s, pause, "the node goes on flushing it"
+            )
+        finally:
+            self.waiting = ""
 
     def _end(self, manifest: Manifest | None, error: ForebayError | None) -> None:
         self.manifest, self.error, self.waiting = manifest, error, ""
@@ -128,20 +147,24 @@ class SaveHandle:
         self._ended.set()
 
 
-def _flushed(repository: Repository, manifest: Manifest, give_up_s: float | None) -> None:
-    """Have the node flush a checkpoint, blobs before the manifest, and wait for it."""
+def _flush(repository: Repository, manifest: Manifest, give_up_s: float) -> None:
+    """Have the node flush a checkpoint, blobs before the manifest, and wait for it. `Unavailable` if it could not, or
+    not until `give_up_s`."""
     prefix = repository.prefix
     names = tuple(prefix + name for name, _ in manifest.objects())
     for keys in (names, (prefix + form.manifest_name(manifest.sequence),)):
         for at in range(0, len(keys), 1000):
             job = repository.client.start_job("flush", repository.bucket, keys=keys[at : at + 1000])
             while job.state == "running":
-                if give_up_s is not None and clock.monotonic_s() > give_up_s:
-                    raise Unavailable("the bucket does not have the checkpoint yet: the node goes on flushing it")
+                if clock.monotonic_s() > give_up_s:
+                    raise Unavailable("the bucket does not have the checkpoint yet: wait longer, or look again later")
                 threading.Event().wait(_LOOK_S)
-                job = repository.client.job(job.job)
+                try:
+                    job = repository.client.job(job.job)
+                except NotFound as error:
+                    raise Unavailable(f"the node that flushed it started again ({error}): flush again") from error
             if job.state != "done" or job.units_failed:
-                raise Unavailable(f"the flush of a checkpoint {job.state}: {'; '.join(job.errors) or 'see the node'}")
+                raise Unavailable(f"the bucket does not take all of it: {'; '.join(job.errors) or job.state}")
 
 
 class Sending:
