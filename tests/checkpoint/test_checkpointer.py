@@ -18,7 +18,7 @@ from forebay.core import checkpoint as form
 from forebay.core.checkpoint_pace import CoreTime, Pace
 from forebay.core.errors import Bug, Corrupt, Invalid, NotFound, Precondition, Unavailable
 from forebay.torch import Checkpointer, Every, RandomState
-from forebay.torch.checkpoint import checkpointer
+from forebay.torch.checkpoint import checkpointer, staging
 from forebay.torch.checkpoint.saving import Sending
 from forebay.torch.checkpoint.staging import Arena, Filled, Layout
 from tests.node.conftest import NodeProcess
@@ -373,6 +373,19 @@ def test_the_bucket_is_away_for_a_while(node: NodeProcess, backend: Path, monkey
             checkpoints.save(9, {"w": torch.zeros(3)}).durable()
         checkpoints.prune()
         assert [manifest.step for manifest in checkpoints.list()] == [4, 3]
+
+
+def test_a_stall_is_as_long_as_copies_hold_a_device_behind_the_scripts_back(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+):
+    """`save` only queues them there, so what it takes itself says little; `auto` would save far too often."""
+    monkeypatch.setattr(staging, "_ready", lambda begun: lambda: 100.0)
+    monkeypatch.setattr(form, "BLOB_BYTES_MIN", 4 << 20)
+    with saver(node, "runs/held") as checkpoints:
+        handle = checkpoints.save(1, {"w": torch.ones(2_000_000)})
+        assert handle.durable().stall_s == 200.0, "two blobs, one after the other"
+        until(lambda: checkpoints.explain().stall_s == 200.0, "auto takes it into account")
+        assert checkpoints.list()[0].stall_s == handle.stall_s == 200.0
 
 
 def test_a_step_that_the_last_save_took_is_made_up_for(node: NodeProcess, monkeypatch: pytest.MonkeyPatch):

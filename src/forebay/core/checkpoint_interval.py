@@ -98,9 +98,12 @@ class Interval:
         self._stalls.append(stall_s)
         self._last_s = now_s
 
-    def durable(self, lag_s: float) -> None:
-        """A save counts, `lag_s` after its stall ended."""
+    def durable(self, lag_s: float, stall_s: float = 0.0) -> None:
+        """The last save counts, `lag_s` after its stall ended. `stall_s`: as it is known now; a GPU that copies behind
+        the script's back is held longer than the script is."""
         self._lags.append(lag_s)
+        if self._stalls:
+            self._stalls[-1] = max(self._stalls[-1], stall_s)
 
     def due(self, now_s: float) -> bool:
         """Whether to save now. The first save is due at once: it measures the stall."""

@@ -283,7 +283,7 @@ class Checkpointer:
         """In the saving thread: the save counts, or has failed."""
         if handle.error is not None or handle.ended_s is None:
             return
-        self._interval.durable(max(0.0, handle.ended_s - handle.staged_s))
+        self._interval.durable(max(0.0, handle.ended_s - handle.staged_s), handle.stall_s)
         if self._ranks.rank:
             return
         life = self._life

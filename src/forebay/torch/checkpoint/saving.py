@@ -66,7 +66,8 @@ class SaveHandle:
     def __init__(self, terms: Terms, repository: Repository, patience_s: float) -> None:
         self.step = terms.step
         self.sequence = terms.sequence
-        self.stall_s = 0.0  # how long `save` kept training from going on
+        self.stall_s = 0.0  # how long the save kept training from going on: a GPU's copies are in it once they are made
+        self.held_s = 0.0  # how long copies held the GPU
         self.size_bytes = 0  # of this rank
         self.sent_bytes = 0
         self.waiting = ""  # what is waited for, in words; empty while bytes flow
@@ -274,7 +275,7 @@ class Sending:
                 hurry.wait(pause_s)
 
     def _send_one(self, layout: Layout, filled: Filled) -> None:
-        filled.ready()
+        held_s = filled.ready()
         view = filled.view()
         first = filled.blob * layout.blob_bytes // PIECE_BYTES
         digests = [form.piece_digest(view[at : at + PIECE_BYTES]) for at in range(0, len(view), PIECE_BYTES)]
@@ -289,6 +290,7 @@ class Sending:
             self.waited_for(lambda: self.repository.client.put_shared(bucket, key, shared, len(view), sums))
         with self._lock:
             self.handle.sent_bytes += len(view)
+            self.handle.held_s += held_s
 
     def _put(self, name: str, data: bytes | memoryview) -> None:
         key = self.repository.prefix + name
@@ -358,6 +360,7 @@ class Save(Sending):
         self, layout: Layout | None, trees: dict[str, Any], alike: str, on_end: Callable[[SaveHandle], None]
     ) -> None:
         self.join()
+        self.handle.stall_s = max(self.handle.stall_s, self.handle.held_s)  # in waves `save` waits for the copies
         part: RankPart | None = None
         try:
             if self.failed is None:

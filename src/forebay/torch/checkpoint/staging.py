@@ -92,12 +92,12 @@ class Buffer(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """A blob that is copied, or will be when `ready` says so."""
+    """A blob that is copied, or will be when `ready` returns: it says for how many seconds that held a device."""
 
     blob: int
     buffer: Buffer
     size_bytes: int
-    ready: Callable[[], Any]
+    ready: Callable[[], float]
 
     def view(self) -> memoryview:
         return memoryview(self.buffer.tensor.numpy())[: self.size_bytes]
@@ -186,11 +186,11 @@ def stage(layout: Layout, arena: Arena, when_none: Callable[[], None]) -> Iterat
     for blob in range(layout.blobs):
         taken = arena.take(when_none)
         try:
-            devices = copies.fill(blob, taken.tensor, arena)
+            begun = copies.fill(blob, taken.tensor, arena)
         except BaseException:
             arena.give(taken)
             raise
-        yield Filled(blob, taken, layout.blob_size(blob), _event(devices))
+        yield Filled(blob, taken, layout.blob_size(blob), _ready(begun))
 
 
 class _Copies:
@@ -201,12 +201,14 @@ class _Copies:
         self._copies = _copies(layout)
         self._pending = next(self._copies, None)
 
-    def fill(self, blob: int, buffer: torch.Tensor, arena: Arena) -> set[torch.device]:
-        """Copy the next blob's bytes; the devices that copy some of them."""
+    def fill(self, blob: int, buffer: torch.Tensor, arena: Arena) -> dict[torch.device, Any]:
+        """Copy the next blob's bytes. For devices that copy some of them: the event with which they begin to."""
         begin, size_bytes = blob * self._layout.blob_bytes, self._layout.blob_size(blob)
-        filled, devices, copied = 0, set(), []
+        filled, begun, copied = 0, {}, []
         while self._pending is not None and self._pending.start < begin + size_bytes:
             start, source = self._pending
+            if source.is_cuda and source.device not in begun:
+                begun[source.device] = _event(source.device)
             here = min(begin + size_bytes - start, _size_bytes(source))
             at = start - begin
             buffer[filled:at].zero_()
@@ -220,14 +222,12 @@ class _Copies:
                     copied.append((place, data[:here]))
                 else:
                     place.copy_(data[:here], non_blocking=source.is_cuda)
-            if source.is_cuda:
-                devices.add(source.device)
             filled = at + here
             more = rest is not None and rest.numel()
             self._pending = _Copy(start + here, rest) if more else next(self._copies, None)
         buffer[filled:size_bytes].zero_()  # the next tensor begins in the next blob
         arena.copy(copied)
-        return devices
+        return begun
 
 
 class _Copy(NamedTuple):
@@ -269,12 +269,21 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(plain).reshape(-1) if plain.is_complex() else plain).view(torch.uint8)
 
 
-def _event(devices: set[torch.device]) -> Callable[[], Any]:
-    if not devices:
-        return lambda: None
-    events = []
-    for device in devices:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
-        events.append(event)
-    return lambda: [event.synchronize() for event in events]
+def _event(device: torch.device) -> Any:
+    """Happens when the device has done what was queued so far. Who waits for it sleeps: training needs the cores."""
+    event = torch.cuda.Event(enable_timing=True, blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _ready(begun: dict[torch.device, Any]) -> Callable[[], float]:
+    if not begun:
+        return lambda: 0.0
+    ended = {device: _event(device) for device in begun}
+
+    def ready() -> float:
+        for event in ended.values():
+            event.synchronize()
+        return max(float(begun[device].elapsed_time(ended[device])) for device in begun) / 1000  # it says milliseconds
+
+    return ready
