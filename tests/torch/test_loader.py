@@ -241,6 +241,10 @@ def test_a_loop_that_is_left_is_begun_anew(make: Make, workers: int):
     loader.set_epoch(0)  # as trainers do at the top of every epoch
     assert flat(loader) == expected
     assert loader.epoch == 1
+    following = flat(itertools.islice(loader, len(loader)))
+    assert sorted(following) == list(range(100))
+    assert loader.epoch == 2, "trainers that count steps leave at the last batch: that is the epoch's end"
+    assert flat(loader) not in (expected, following)
 
 
 @pytest.mark.parametrize("workers", WORKERS)
