@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -147,6 +148,19 @@ def test_one_task_is_alone(make: Make, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("SLURM_NTASKS", "1")
     assert make().schedule.world == 1
+
+
+def test_numbers_may_be_numpys(dataset: ObjectDataset, make: Make):
+    """Seeds are often drawn by it; a state is plain values all the same."""
+    loader = make(np.int64(8), seed=np.int64(5), rank=np.int64(0), world=np.int64(1))
+    loader.set_epoch(np.int32(1))
+    expected = make(seed=5)
+    expected.set_epoch(1)
+    assert json.loads(json.dumps(loader.state_dict())) == expected.state_dict()
+    assert flat(loader) == flat(expected)
+    sampler = BatchSampler(dataset, np.int64(8), seed=np.int64(5), rank=0, world=1)
+    sampler.set_epoch(np.int32(1))
+    assert json.loads(json.dumps(sampler.state_dict()))["epoch"] == 1
 
 
 @pytest.mark.parametrize(

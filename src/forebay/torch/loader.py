@@ -23,6 +23,7 @@ error or an interrupt nothing waits for a worker, and the state is at the first 
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import weakref
 from collections import Counter
@@ -108,10 +109,12 @@ class DataLoader:
         continues: bool = False,
         batch_bytes: int | None = None,
     ) -> None:
-        if not isinstance(batch_size, int):
+        try:
+            batch_size = operator.index(batch_size)
+        except TypeError:
             raise Invalid(
                 f"batch_size={batch_size!r} is no number: for single samples take batch_size=1, or the dataset"
-            )
+            ) from None
         if workers < 0 or prefetch < 1:
             raise Invalid(f"{workers} workers with {prefetch} batches ahead: at least 0 and 1")
         self.schedule = Schedule(
@@ -196,7 +199,7 @@ class DataLoader:
 
     def restart(self, epoch: int | None = None) -> None:
         """Go to the start of `epoch`, by default the one under way."""
-        cursor = Cursor(self._cursor.epoch if epoch is None else epoch, 0)
+        cursor = Cursor(self._cursor.epoch if epoch is None else operator.index(epoch), 0)
         if cursor.epoch < 0:
             raise Invalid(f"epoch {cursor.epoch}: epochs count from 0")
         self._go_to(cursor)

@@ -14,6 +14,7 @@ left is the start of the next.
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import sys
@@ -71,6 +72,7 @@ class Schedule:
             raise Invalid(f"shuffle={shuffle!r} is not known: use True, False, 'block' or 'auto'")
         if shuffle == "block" and not isinstance(dataset, Dataset):
             raise Invalid("a block shuffle needs to know the blocks: give it one of forebay.torch's datasets")
+        seed, batch = operator.index(seed), operator.index(batch)  # of NumPy, as seeds often are; states are plain
         if not 0 <= seed < 1 << 63:
             raise Invalid(f"the seed {seed} is not in 0..2**63-1")
         if batch_bytes is not None and (batch_bytes < 1 or batch < 2 or not isinstance(dataset, Dataset)):
@@ -433,7 +435,7 @@ class BatchSampler(Sampler):  # type: ignore[misc]  # torch is not followed by t
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch`; within it, nothing happens."""
         if epoch != self._cursor.epoch:
-            self._cursor = self._begin = Cursor(epoch, 0)
+            self._cursor = self._begin = Cursor(operator.index(epoch), 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Less than 1 KiB of plain values."""
