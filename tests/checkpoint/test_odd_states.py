@@ -17,6 +17,7 @@ from forebay.client.sync import Client
 from forebay.core import checkpoint as form
 from forebay.core.errors import Bug, Invalid
 from forebay.torch import Checkpointer
+from forebay.torch.checkpoint.restoring import Plan
 from forebay.torch.checkpoint.staging import Arena
 from tests.checkpoint.test_ranks import ranks
 from tests.node.conftest import NodeProcess
@@ -71,7 +72,7 @@ def test_texts_that_are_more_than_text_come_back_as_text(node: NodeProcess):
         assert found == {"mode": "fast", "fast": 1, "numpy": "é", "key": [True, True]}
 
 
-def test_what_goes_wrong_behind_save_ends_it_on_all_ranks(
+def test_what_goes_wrong_behind_a_save_or_restore_ends_it_on_all_ranks(
     node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A thread that ends in silence would leave `durable` and the other ranks waiting for good."""
@@ -85,6 +86,12 @@ def test_what_goes_wrong_behind_save_ends_it_on_all_ranks(
                     with pytest.raises(Bug, match="a fault of ours"):
                         checkpoints.save(step, {"w": torch.ones(3)}).durable(timeout_s=PATIENCE_S)
             checkpoints.save(3, {"w": torch.ones(3)}, wait=True)
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 1:
+                    patch.setattr(Plan, "read", broken)
+                with pytest.raises(Bug, match="a fault of ours"):
+                    checkpoints.restore({"w": torch.zeros(3)})
+            assert checkpoints.restore({"w": torch.zeros(3)}) is not None
 
     ranks(tmp_path, 2, work)
 
@@ -105,6 +112,26 @@ def test_a_name_of_its_own_may_have_any_text(node: NodeProcess, tmp_path: Path):
             assert {name: found[name]["w"].tolist() for name in names} == {name: [float(rank)] * 3 for name in names}
 
     ranks(tmp_path, 2, work)
+
+
+def test_what_a_rank_has_of_its_own_is_nobody_elses_memory(node: NodeProcess, tmp_path: Path):
+    """A tensor under two names is saved once; but a rank that joins later has no such thing of its own."""
+
+    def save(rank: int) -> None:
+        with saver(node, "runs/tied-own", own=("mine",)) as checkpoints:
+            tensor = torch.full((3,), 7.0)
+            checkpoints.save(1, {"mine": {"w": tensor}, "model": {"w": tensor}}, wait=True)
+
+    def restore(rank: int) -> None:
+        with saver(node, "runs/tied-own", own=("mine",)) as checkpoints:
+            found: dict[str, Any] = {"mine": {}, "model": {}}
+            restored = checkpoints.restore(found)
+            assert restored is not None
+            assert restored.absent == (["mine"] if rank == 2 else [])
+            assert found["model"]["w"].tolist() == [7.0] * 3
+
+    ranks(tmp_path, 2, save)
+    ranks(tmp_path, 3, restore)
 
 
 def test_a_state_made_for_the_save_is_given_back_when_save_returns(node: NodeProcess, monkeypatch: pytest.MonkeyPatch):

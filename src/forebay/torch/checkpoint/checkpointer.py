@@ -428,6 +428,9 @@ class Checkpointer:
             damage = str(error)
         except ForebayError as error:
             refused = error
+        except Exception as error:  # the other ranks wait for this one to say so
+            refused = Bug(f"the checkpoint could not be put back: {error!r}: please report this")
+            refused.__cause__ = error
         said = self._ranks.gather((damage, refused))
         for _, failed in said:
             if failed is not None:

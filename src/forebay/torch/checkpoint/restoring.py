@@ -82,6 +82,8 @@ class Source:
     def parts(self, path: str, rank: int) -> list[Saved]:
         """Where the tensor of that path was saved; several if it was sharded."""
         if self._is_own(path):
+            if rank >= len(self.manifest.ranks):  # what all have alike is the same memory as rank 0's own
+                rank = 0
             found = [Saved(rank, entry) for entry in self.index(rank).entries if entry.path == path]
         else:
             found = self._all().get(path, [])
