@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import threading
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from PIL import Image
 from torch.utils.data import default_collate
 
-from forebay.core.errors import Corrupt, Invalid
+from forebay.core.errors import Corrupt, Invalid, NotSupported
 from forebay.torch import DataLoader, MdsDataset, ObjectDataset, ParquetDataset, Pictures, ShardDataset, decoders
 from forebay.torch.dataset import Dataset
 from forebay.torch.fetching import collate
@@ -183,3 +184,16 @@ def test_pixels_come_from_workers_in_shared_memory(gathered: Any) -> None:
     for each, one in zip(found, data.values(), strict=True):
         assert torch.equal(each, Pictures()(one))
         assert each.permute(1, 2, 0).is_contiguous()
+
+
+def test_libjpeg_turbo_decodes_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pixels are pillow's, so only the time would tell: here pillow is not there at all."""
+    pytest.importorskip("simplejpeg")
+    data = picture(300, 200)
+    expected = [by_pillow(data, size) for size in (None, 90)]
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    for size, pixels in zip((None, 90), expected, strict=True):
+        assert (Pictures(size)(data).int() - pixels.int()).abs().max() <= 1
+    monkeypatch.setattr(decoders, "_turbo", None)
+    with pytest.raises(NotSupported, match="images need pillow"):
+        Pictures()(data)
