@@ -10,11 +10,13 @@ Several threads copy, each the next piece that nobody has taken. torch's own cop
 part, and so takes as long as the one whose core somebody else uses, too.
 
 From a GPU the copies are queued on the current stream into pinned memory. What the training queues after them waits
-for them on the device, so `save` may return before they are done; whoever sends waits for the event. This has never
-run on a GPU.
+for them on the device, so `save` may return before they are done; whoever sends waits for the event, and sleeps
+meanwhile.
 
-Where the system can, the buffers are memory that a node on this host reads by itself, so that nothing is sent. A forked
-child would share it with its parent, each saving over the other's copy: so it makes buffers of its own.
+Where the system can, the buffers are memory that a node on this host reads by itself, so that nothing is sent; for a
+GPU the same memory is pinned. (torch's allocator of pinned memory rounds up to powers of two, and keeps what was freed:
+more than the cap.) A forked child would share it with its parent, each saving over the other's copy: so it makes
+buffers of its own.
 
 Between two tensors the buffer has zeros, never what an earlier save left there.
 
@@ -44,6 +46,7 @@ from forebay.torch.checkpoint.tree import dtype_name
 BUFFERS_MIN = 2  # one is filled while another is sent
 CUT_BYTES = 4 << 20  # that a thread copies at once
 COPIERS = 8  # more threads than this find no more bandwidth
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
 
 class Layout(NamedTuple):
@@ -84,11 +87,29 @@ def _size_bytes(tensor: torch.Tensor) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
+class Pinned:
+    """Memory that GPUs copy to and from by themselves, until nobody refers to this. `OSError` if it cannot be."""
+
+    def __init__(self, shared: SharedMemory, tensor: torch.Tensor) -> None:
+        self._shared = shared  # its pages may not go before they are unpinned
+        self._address, self._pid = 0, os.getpid()
+        ctypes.memset(tensor.data_ptr(), 0, tensor.numel())  # so that pages come while other threads go on
+        code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), _PORTABLE))
+        if code:
+            raise OSError(f"pinning {tensor.numel()} bytes failed with CUDA's error {code}")
+        self._address = tensor.data_ptr()
+
+    def __del__(self, pid: Callable[[], int] = os.getpid) -> None:
+        if self._address and pid() == self._pid:  # a forked child has no CUDA
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+
+
 class Buffer(NamedTuple):
     """Memory for a blob. `shared`: the same memory, where a node may read it."""
 
     tensor: torch.Tensor
     shared: SharedMemory | None
+    pinned: Pinned | None = None
 
 
 class Filled(NamedTuple):
@@ -132,8 +153,14 @@ class Arena:
             self._free, self._made, self._buffer_bytes = queue.SimpleQueue(), 0, size
         if inherited:  # its threads are the parent's
             self._helpers = None
-        while self._made < wanted:
-            self._free.put(_buffer(self._buffer_bytes, pinned))
+        missing = wanted - self._made
+        if not pinned or missing < 2:
+            made = [_buffer(self._buffer_bytes, pinned) for _ in range(missing)]
+        else:  # the kernel finds and clears pages to be pinned with the core that asks for them
+            with ThreadPoolExecutor(COPIERS) as pool:
+                made = list(pool.map(lambda _: _buffer(self._buffer_bytes, pinned), range(missing)))
+        for buffer in made:
+            self._free.put(buffer)
             self._made += 1
 
     def take(self, when_none: Callable[[], None]) -> Buffer:
@@ -171,12 +198,12 @@ class Arena:
 
 
 def _buffer(size_bytes: int, pinned: bool) -> Buffer:
-    if not pinned:
-        try:
-            shared = SharedMemory(size_bytes)
-            return Buffer(torch.frombuffer(shared.map, dtype=torch.uint8), shared)
-        except OSError:
-            pass
+    try:
+        shared = SharedMemory(size_bytes)
+        tensor = torch.frombuffer(shared.map, dtype=torch.uint8)
+        return Buffer(tensor, shared, Pinned(shared, tensor) if pinned else None)
+    except OSError:
+        pass
     return Buffer(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned), None)
 
 
