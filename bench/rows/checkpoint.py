@@ -106,19 +106,30 @@ def _settle(lab: Lab, node: Node, size_bytes: int) -> None:
 
 # --- sides -----------------------------------------------------------------------------------------------------------
 class Copy:
-    """One copy of a state to memory that was touched before."""
+    """One copy of a state to memory that was touched before; `pinned` for a GPU, where it is only queued."""
 
-    def __init__(self, state: dict[str, Any]) -> None:
+    def __init__(self, state: dict[str, Any], *, pinned: bool = False) -> None:
         torch = _module("torch")
         self._sources = [tensor.view(torch.uint8) for tensor in state["model"].values()]
-        self.bytes = torch.zeros(sum(source.numel() for source in self._sources), dtype=torch.uint8)
+        self._queues = pinned
+        self.bytes = torch.zeros(sum(source.numel() for source in self._sources), dtype=torch.uint8, pin_memory=pinned)
 
     def __call__(self) -> float:
-        began_s, at = time.perf_counter(), 0
-        for source in self._sources:
-            self.bytes[at : at + source.numel()].copy_(source)
-            at += source.numel()
+        began_s = time.perf_counter()
+        for source, part in self._pairs():
+            part.copy_(source, non_blocking=self._queues)
         return time.perf_counter() - began_s
+
+    def back(self) -> None:
+        """The other way."""
+        for source, part in self._pairs():
+            source.copy_(part, non_blocking=self._queues)
+
+    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+        at = 0
+        for source in self._sources:
+            yield source, self.bytes[at : at + source.numel()]
+            at += source.numel()
 
 
 def written(path: Path, data: memoryview) -> float:

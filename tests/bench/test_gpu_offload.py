@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from bench import main, report
-from bench.rows import offload_first_day, offload_gpu
-from bench.rows.offload_first_day import Check, checks
-from bench.rows.offload_gpu import PEER_STEPS, STEPS, Alone, Round, Told, Work
+from bench.gpu import first_day, offload
+from bench.gpu.first_day import Check, checks
+from bench.gpu.offload import PEER_STEPS, STEPS, Alone, Round, Told, Work
 from bench.workloads import BY_NAME
 
 ROW = BY_NAME["offload-gpu"]
@@ -40,7 +40,7 @@ def test_without_a_device_the_row_says_so_and_nothing_else(
 
 def test_it_says_so_by_itself_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert offload_gpu.main(["--quick"]) == 1
+    assert offload.main(["--quick"]) == 1
     assert "FAILED: not run: no CUDA device (" in capsys.readouterr().out
 
 
@@ -49,14 +49,14 @@ def test_the_first_day_ends_in_words(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *, has_device: bool
 ):
     def wrong() -> str:
-        raise offload_first_day.Failed("losses are off by 1")
+        raise first_day.Failed("losses are off by 1")
 
     def played(folder: Path) -> list[Check]:
         return [Check("one", lambda: "is well"), Check("other", wrong), Check("last", lambda: "is not asked")]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_device)
-    monkeypatch.setattr(offload_first_day.first_day, "__defaults__", (played,))
-    assert offload_gpu.main(["--first-day"]) == 1
+    monkeypatch.setattr(first_day.first_day, "__defaults__", (played,))
+    assert offload.main(["--first-day"]) == 1
     printed = capsys.readouterr().out
     if has_device:
         assert printed == "1. one: is well\n2. other: FAILED: losses are off by 1\nThe checks after it were not made.\n"
@@ -72,7 +72,7 @@ def test_the_first_days_checks_judge_what_processes_tell(tmp_path: Path):
         report: Told = dict.fromkeys(fields, 0)
         report |= {"policy": "area", "predicted_s": 0.104 if work.get("limit_bytes", 0) < 850 else 0.1}
         told |= {"warm": 0, "shape": SHAPE, "peak_bytes": 1000, "report": report, "paths": [], "failures": []}
-        return told | wrong
+        return told | (wrong if work["side"] == "ours" else {})
 
     works: list[Work] = []
     wrong: Told = {}
@@ -87,23 +87,23 @@ def test_the_first_days_checks_judge_what_processes_tell(tmp_path: Path):
     assert works[-1]["limit_bytes"] < works[-1]["budget_bytes"] < 1000
     wrong["oom"] = False
     for name in ("no memory in the middle of a plan", larger):
-        with pytest.raises(offload_first_day.Failed, match="none left"):
+        with pytest.raises(first_day.Failed, match="none left"):
             by_name[name]()
     wrong.update(error="", losses=[2.0, 1.5])
-    with pytest.raises(offload_first_day.Failed, match=r"off by 0\.5"):
+    with pytest.raises(first_day.Failed, match=r"off by 0\.5"):
         by_name[larger]()
 
 
 # --- its processes, on the CPU ---------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Round:
-    return offload_gpu.measured(tmp_path_factory.mktemp("disk"), (0.75,), TINY)
+    return offload.measured(tmp_path_factory.mktemp("disk"), (0.75,), TINY)
 
 
 @pytest.mark.slow
 def test_each_side_trains_and_tells_in_one_line(found: Round):
     sides = found.limited[0.75]
-    assert list(sides) == list(offload_gpu.SIDES)
+    assert list(sides) == list(offload.SIDES)
     for name, told in {**sides, "plain": found.plain, "again": found.again}.items():
         if name == "trl":
             assert told["error"] == "not installed" or importlib.util.find_spec("trl")
@@ -120,8 +120,8 @@ def test_each_side_trains_and_tells_in_one_line(found: Round):
 def test_the_engine_moves_and_says_what_it_did(found: Round):
     ours = found.limited[0.75]["ours"]
     told = ours["report"]
-    assert ours["warm"] == 6, "two steps are watched, three time the first plan, and one comes from it to the second"
-    assert told["budget_bytes"] == int(int(found.plain["peak_bytes"] * 0.75) * offload_gpu.PLANNED_SHARE)
+    assert ours["warm"] == 6 + 16, "two steps are watched, three time the first plan, one comes from it to the second"
+    assert told["budget_bytes"] == int(int(found.plain["peak_bytes"] * 0.75) * offload.PLANNED_SHARE)
     assert told["moves"] > 0
     assert told["written_bytes"] + told["read_bytes"] > 0
     assert told["predicted_s"] > 0
@@ -131,12 +131,12 @@ def test_the_engine_moves_and_says_what_it_did(found: Round):
 
 @pytest.mark.slow
 def test_the_row_is_judged_from_what_they_told(found: Round):
-    result = offload_gpu.judged(ROW, found)
+    result = offload.judged(ROW, found)
     values = {measure.name: measure.value for measure in result.measures}
     assert values["trained, of the limits"] == 1
     assert values["limits with other losses"] == 0
     assert {"share of the ideal step, at 75%", "error of the prediction, at 75%"} < set(values)
-    assert any(re.search(r"75%: ours .* losses bit-equal over 15 steps", note) for note in result.notes)
+    assert any(re.search(r"75%: ours .* losses bit-equal over 32 steps", note) for note in result.notes)
     assert "75%: none did not run out of memory" in "\n".join(result.notes)
     json.loads(report.as_json([result], quick=True, wall_s=1.8e9))
 
@@ -160,7 +160,7 @@ def oom(work: Work) -> Told:
 
 
 def judged(tmp_path: Path, ask: Any) -> report.Result:
-    return offload_gpu.judged(ROW, offload_gpu.measured(tmp_path, (0.9, 0.6), {"device": "cuda"}, ask))
+    return offload.judged(ROW, offload.measured(tmp_path, (0.9, 0.6), {"device": "cuda"}, ask))
 
 
 def test_a_side_that_runs_out_of_memory_is_said_to(tmp_path: Path):
@@ -204,26 +204,26 @@ def test_a_model_that_does_not_train_even_alone_is_an_error(tmp_path: Path):
 
 
 def test_a_process_that_dies_without_a_word_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(offload_gpu.sys, "executable", "/bin/false")
-    told = offload_gpu.asked({"side": "ours"})
+    monkeypatch.setattr(offload.sys, "executable", "/bin/false")
+    told = offload.asked({"side": "ours"})
     assert (told["error"], told["oom"], told["losses"]) == ("it ended with 1: ", False, [])
 
 
 def test_running_out_of_memory_is_seen_behind_other_errors():
     error = RuntimeError("a step failed")
     error.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
-    assert offload_gpu._is_out_of_memory(error)
-    assert not offload_gpu._is_out_of_memory(RuntimeError("a step failed"))
+    assert offload._is_out_of_memory(error)
+    assert not offload._is_out_of_memory(RuntimeError("a step failed"))
 
 
 def test_the_model_grows_with_the_device():
-    widths = [offload_gpu.shape_for(gib * GIB)["width"] for gib in (1, 8, 24, 80, 140)]
+    widths = [offload.shape_for(gib * GIB)["width"] for gib in (1, 8, 24, 80, 140)]
     assert widths == sorted(widths)
     assert widths[-2:] == [2048, 2048]
-    assert offload_gpu._need_bytes(**offload_gpu.shape_for(24 * GIB)) < 8 * GIB
+    assert offload._need_bytes(**offload.shape_for(24 * GIB)) < 8 * GIB
 
 
 def test_a_lab_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(offload_gpu, "no_device", lambda: "")
-    monkeypatch.setattr(offload_gpu, "measured", lambda folder, shares, base: Round(oom({"side": "none"}), {}, {}))
-    assert "did not train" in offload_gpu.gpu(Alone(tmp_path, quick=True), ROW).error
+    monkeypatch.setattr(offload, "no_device", lambda: "")
+    monkeypatch.setattr(offload, "measured", lambda folder, shares, base: Round(oom({"side": "none"}), {}, {}))
+    assert "did not train" in offload.gpu(Alone(tmp_path, quick=True), ROW).error

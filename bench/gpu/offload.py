@@ -1,8 +1,8 @@
 """GPU row of offloading: a transformer in less memory than it takes, by the engine, and by what one would do instead.
 
-Not run on a device yet (2026-11-22): the machine that this was written on has none. What is tested is the same code on
-the CPU, with tiny models and no limit of memory (`tests/bench/test_offload_gpu.py`). Where no CUDA device is, the row
-says so, with the date, and nothing else.
+Its processes ran on an H200 (2026-11-26), the row as a whole has not yet. What is tested is the same code on the CPU,
+with tiny models and no limit of memory (`tests/bench/test_gpu_offload.py`). Where no CUDA device is, the row says so,
+with the date, and nothing else.
 
 Theory. The memory that the step takes is measured first, without a limit, and with it the step time that is called
 ideal here. Then the device is made smaller: torch may have 90, 80, 70 and 60 % of that peak and no byte more, and each
@@ -21,12 +21,13 @@ layers compute too little for the bytes that they move.
 
 Judged are: whether the engine trained at each limit, whether its losses are those of training without it, and how far
 the predicted step time was off. Its share of the ideal step, and its step beside that of the best of the others, are
-reported. Samples are the steps of one process, without the first ones and, for the engine, those that it watches.
+reported. Samples are the steps of one process, without the first ones and, for the engine, those that it watches and
+those in which it would run operators again that had no memory (`rescue`).
 
-`python -m bench.rows.offload_gpu [--quick] [--share 0.8]` runs the row alone, without the rest of the benchmark and
+`python -m bench.gpu.offload [--quick] [--share 0.8]` runs the row alone, without the rest of the benchmark and
 what that needs: torch, numpy, xxhash and msgspec are enough.
-`python -m bench.rows.offload_gpu --first-day` makes the checks that come before all measuring (`offload_first_day.py`).
-`python -m bench.rows.offload_gpu child '{"side": …}'` is one process.
+`python -m bench.gpu.offload --first-day` makes the checks that come before all measuring (`first_day.py`).
+`python -m bench.gpu.offload child '{"side": …}'` is one process.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ SIDES = ("none", "ours", "save_on_cpu", "checkpoint", "trl")
 PEERS = SIDES[2:]
 PLANNED_SHARE = 0.92  # of the limit
 WARM_STEPS = 2  # not timed: the optimizer makes its state, kernels are chosen
-STEPS = {"ours": 15, "none": 15}  # of which the engine watches five; as many losses are compared
+STEPS = {"ours": 32, "none": 32}  # of which the engine watches five, and rescues sixteen; as many losses are compared
 PEER_STEPS = 6
 BARE_STEPS = 3  # under a limit: enough to run out of memory
 CHILD_TIMEOUT_S = 600.0
@@ -73,7 +74,7 @@ SEED = 5
 WIDTHS = (2048, 1536, 1024, 768, 512, 256)
 NEED_SHARE = 1 / 3  # of the device's memory
 LAYERS, HEAD_WIDTH, WORDS, BATCH, SEQUENCE = 12, 64, 32_768, 8, 1024
-QUICK = {"layers": 4, "width": 512, "batch": 4, "sequence": 512}
+QUICK = {"layers": 8, "width": 1024, "words": 8192, "batch": 4, "sequence": 512}  # no operator needs much of it
 
 Told = dict[str, Any]  # what a child says
 Work = dict[str, Any]  # what it is asked
@@ -115,7 +116,7 @@ def _settled(work: Work) -> Any:
     """torch, with what all sides have alike."""
     torch = importlib.import_module("torch")
     torch.set_float32_matmul_precision("high")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # attention asks for more than warnings before it adds up in one order
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would cost each side what it allocates
     if work["device"] == "cpu":
         torch.set_num_threads(1)
@@ -256,7 +257,8 @@ def _ours(training: Training, work: Work, told: Told) -> None:
     def within() -> Iterator[None]:
         if not plans or off.choice is not plans[-1]:
             plans.append(off.choice)
-            told["warm"] = len(told["steps_s"]) + 1  # the first step by a plan is on the way from another state
+            settled = _offload("rescue").STEPS  # in which each operator passes a mode
+            told["warm"] = len(told["steps_s"]) + 1 + settled  # the first is on the way from another state
         with off.step():
             yield
 
@@ -306,7 +308,7 @@ def asked(work: Work) -> Told:
         return told | {"error": "not installed"}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "bench.rows.offload_gpu", "child", json.dumps(work)],
+            [sys.executable, "-m", "bench.gpu.offload", "child", json.dumps(work)],
             capture_output=True,
             text=True,
             timeout=CHILD_TIMEOUT_S,
@@ -340,8 +342,14 @@ def steady(told: Told) -> list[float]:
     return list(told["steps_s"][told["warm"] :])
 
 
-def measured(folder: Path, shares: Sequence[float], base: Work, ask: Callable[[Work], Told] = asked) -> Round:
-    """Every side at every share of the memory that it takes without a limit. `ask` does the work of one process."""
+def measured(
+    folder: Path,
+    shares: Sequence[float],
+    base: Work,
+    ask: Callable[[Work], Told] = asked,
+    sides: Sequence[str] = SIDES,
+) -> Round:
+    """Each side at every share of the memory that it takes without a limit. `ask` does the work of one process."""
 
     def told_of(side: str, share: float | None, work: Work) -> Told:
         told = ask({**base, "side": side, "steps": STEPS.get(side, PEER_STEPS), **work})
@@ -361,7 +369,7 @@ def measured(folder: Path, shares: Sequence[float], base: Work, ask: Callable[[W
         works: dict[str, Work] = {side: {"limit_bytes": limit} for side in SIDES}
         works["none"]["steps"] = BARE_STEPS
         works["ours"] |= {"budget_bytes": int(limit * PLANNED_SHARE), **rooms}
-        limited[share] = {side: told_of(side, share, work) for side, work in works.items()}
+        limited[share] = {side: told_of(side, share, works[side]) for side in sides}
     return Round(plain, told_of("none", None, {"steps": PEER_STEPS}), limited)
 
 
@@ -390,7 +398,7 @@ def gpu(lab: Lab | Alone, row: Row, shares: Sequence[float] = ()) -> Result:
         return Result(row, error=reason)
     base: Work = {"device": "cuda"}
     if lab.quick:
-        base["shape"] = {"words": WORDS, **QUICK}
+        base["shape"] = dict(QUICK)
     return judged(row, measured(lab.dir, shares or (QUICK_SHARES if lab.quick else SHARES), base))
 
 
@@ -485,7 +493,7 @@ def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["child"]:
         print(json.dumps(child(json.loads(argv[1]))), flush=True)
         return 0
-    parser = argparse.ArgumentParser(prog="python -m bench.rows.offload_gpu", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu.offload", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small model at one share: does it work at all?")
     parser.add_argument("--share", action="append", type=float, default=[], help=f"of the peak (default: {SHARES})")
     parser.add_argument("--first-day", action="store_true", help="what to look at first with a device, in its order")
@@ -494,7 +502,7 @@ def main(argv: Sequence[str]) -> int:
     began_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder:
         if arguments.first_day:
-            return int(importlib.import_module("bench.rows.offload_first_day").first_day(Path(folder)))
+            return int(importlib.import_module("bench.gpu.first_day").first_day(Path(folder)))
         result = gpu(Alone(Path(folder), arguments.quick), BY_NAME["offload-gpu"], arguments.share)
     results = [report.timed(result, time.perf_counter() - began_s)]
     print(report.table(results))
