@@ -181,6 +181,9 @@ class Demand(Company):
     def gone_bytes(self) -> int:
         return sum(seen.size_bytes for seen in self._gone.values())
 
+    def hollow_bytes(self) -> int:
+        return self._books.hollow_bytes
+
     def size_of(self, storage: Any) -> int:
         movable = self._books.absent.get(storage._cdata)
         return movable.size_bytes if movable is not None and movable.is_at(storage) else bytes_here(storage)

@@ -7,8 +7,7 @@ filled in place. What autograd saves moves by tickets (`tickets`).
 
 The first plan uses a profiler's times, which profiling inflates. So steps that follow it are timed between points,
 without their waits, and after TIMED_STEPS the plan is made again. Later it is checked now and then: if steps differ
-from the prediction by DRIFT_SHARE, the tiers are measured and the plan is made anew. (An accelerator's profiler has the
-device's own times, and those stay.)
+from the prediction by DRIFT_SHARE, the tiers are measured and the plan is made anew.
 
 A step whose first forward pass gets more bytes than any that was planned for is profiled from there on, and the plan is
 then made for it; smaller ones follow that plan. So where lengths vary there is a plan for the longest so far.
@@ -96,7 +95,7 @@ class Offload:
     `separable` says of an optimizer of a class of yours, made from one of torch's, that it updates each parameter by
     itself as that does: from its own gradient, state and group. What of the model is on `meta` gets memory on `device`,
     and values by each module's `reset_parameters()` or by `initialize(module)`, within the budget. `experimental` takes
-    models on an accelerator, on which this has not run yet.
+    models on an accelerator, on which this has run a little, and not all of it well (docs/offload.md).
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class Offload:
         ddp = torch.nn.parallel.DistributedDataParallel
         self._moves_gradients = not any(isinstance(module, ddp) for module in model.modules())  # else they are buckets
         self._runner: Runner | None = None
-        self._timer = SegmentTimer()
+        self._timer = SegmentTimer(self._device)
         self._moving: dict[str, int] = {}  # of what autograd saves: bytes, by name
         self._globals: dict[str, Lasting] = {}
         self._behind: list[Lasting] = []  # away, and known by no name
@@ -754,7 +753,7 @@ class Offload:
             self._guard.take_off()
             return True
         self._review = TIMED_STEPS if anew else max(2 * self._review, REVIEW_STEPS)
-        self._timer = SegmentTimer()
+        self._timer = SegmentTimer(self._device)
         kinds = zip(trace.tensors, trace.kinds.tolist(), trace.sizes_bytes.tolist(), strict=True)
         least = self.choice.plan.size_bytes_min
         self._moving = {name: size for name, kind, size in kinds if KINDS[kind] == "activation" and size >= least}
@@ -787,4 +786,4 @@ class Offload:
         if not is_first:
             with suppress(Busy):  # no room to try: the bandwidth stays what it was believed to be
                 self.hardware = self._measured()
-        self._follow(self.trace if self._device.type in accelerators else scaled(self.trace, self._timer.seconds()))
+        self._follow(scaled(self.trace, self._timer.seconds()))

@@ -269,8 +269,10 @@ class Movable(ABC):
     def _keep(self) -> None:
         """It is wanted while it is being stored: it stays. What was not written yet never is."""
         assert self._ticket is not None, "a store without a ticket"
+        began_s = perf_counter()
         self._ticket.drop()
         self._ticket.ended.wait()  # nobody may write it before the disk has read what is under way
+        self._books.waited_s += perf_counter() - began_s
         failed, self._ticket = self._ticket.error, None
         self.residency = Residency.HERE
         if failed is None and self.version() == self._going_version:

@@ -74,8 +74,8 @@ def check_model(model: Any, device: Any, *, experimental: bool) -> Any:
         )
     if devices != {torch.device("cpu")} and not experimental:
         raise NotSupported(
-            f"the model is on {told}, and on accelerators this has not run yet: pass experimental=True, after "
-            "`python -m bench.rows.offload_gpu --first-day` in a checkout, which looks at one thing after the other"
+            f"the model is on {told}, where not all checks have passed yet: pass experimental=True, after "
+            "`python -m bench.gpu.offload --first-day` in a checkout, which looks at one thing after the other"
         )
     found = devices.pop()
     return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found

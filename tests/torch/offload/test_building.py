@@ -114,7 +114,7 @@ def test_what_cannot_be_made_is_refused_and_nothing_is_left(tmp_path: Path) -> N
         offloaded(tmp_path, model, optimizer, MIB)
     with pytest.raises(Invalid, match=r"Silent has tensors .* pass initialize="):
         offloaded(tmp_path, model, optimizer, MIB, device="cpu")
-    with pytest.raises(NotSupported, match="has not run yet"):
+    with pytest.raises(NotSupported, match="not all checks have passed yet"):
         offloaded(tmp_path, model, optimizer, MIB, device="cuda")
     with pytest.raises(ZeroDivisionError):
         offloaded(tmp_path, model, optimizer, MIB, device="cpu", initialize=lambda module: 1 // 0)

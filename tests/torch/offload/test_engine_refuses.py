@@ -68,7 +68,9 @@ def test_accelerators_are_experimental_and_graphs_of_theirs_refused(
 ) -> None:
     model = torch.nn.Linear(4, 4, device="meta")
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(NotSupported, match=r"has not run yet: pass experimental=True, after .*--first-day"):
+    with pytest.raises(
+        NotSupported, match=r"not all checks have passed yet: pass experimental=True, after .*--first-day"
+    ):
         Offload(model, optimizer, budget="1GiB", tiers=[disk], device="cuda")
     monkeypatch.setattr(off, "_device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

@@ -163,6 +163,32 @@ def four_stretches() -> Trace:
     return build("four", operators, points, [TensorSaid("one", "parameter", 8, [0], persistent=True)])
 
 
+def test_on_a_device_stretches_are_what_passes_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python is far ahead of a device. What it waited there is not of the stretch, and no stretch is less than none."""
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            self.at_ms, self.is_past = 0.0, False
+
+        def record(self) -> None:
+            self.at_ms = next(times_ms)
+
+        def synchronize(self) -> None:
+            self.is_past = True
+
+        def elapsed_time(self, later: Any) -> float:
+            assert later.is_past
+            return later.at_ms - self.at_ms
+
+    times_ms = iter([100.0, 130.0, 135.0, 175.0])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    timer = SegmentTimer(torch.device("cuda", 0))
+    for name, waited_s in ((BEGINS, 0.0), ("forward", 0.0), ("backward", 0.01), (ENDS, 0.02)):
+        timer.at(name, waited_s=waited_s)
+    assert timer.seconds() == pytest.approx({BEGINS: 0.03, "forward": 0.0, "backward": 0.03})
+
+
 def test_a_trace_is_scaled_to_its_stretches() -> None:
     trace = four_stretches()
     by_name = scaled(trace, {"begins": 0.4, "middle": 0.2, "empty": 0.05, "late": 0.1})

@@ -99,3 +99,28 @@ def test_a_step_that_fails_for_memory_says_what_to_do_and_the_next_is_rescued(
         assert found == take(model_alone, optimizer_alone, WATCHED + 1)
         assert off._rescue.rescued == 2
     assert same(model, model_alone)
+
+
+def test_rescue_stays_as_long_as_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocator that was short in the first steps of a plan is so in later ones: these do not fail."""
+    monkeypatch.setattr(rescue, "STEPS", 2)
+    model_alone, optimizer_alone = made()
+    model, optimizer = made()
+    with (
+        stand_in(),
+        Offload(
+            model, optimizer, budget=int(need_bytes() * 0.75), tiers=[DiskTier([tmp_path], "256MiB")], **SMALL
+        ) as off,
+    ):
+        for step in range(WATCHED + 8):
+            refused = int(step >= WATCHED and step % 2 == 0)
+            with off.step():
+                found = take(model, optimizer, step, refused)
+            assert found == take(model_alone, optimizer_alone, step)
+        assert off._rescue.rescued == 4
+        for step in range(2):
+            assert off._rescue._left, "it may be needed still"
+            with off.step():
+                take(model, optimizer, step)
+        assert not off._rescue._left, "then it goes"
+    assert not torch._C._len_torch_dispatch_stack()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import flop_counter
 
 from forebay.core.errors import Invalid
 from forebay.offload.planning.choose import choose
@@ -45,6 +46,30 @@ def test_a_fake_step_is_the_real_one(shape: Shape, settings: dict[str, Any]) -> 
         assert np.array_equal(getattr(fake, column), getattr(real, column)), column
     assert fake.about["seconds"] == "from a table"
     assert fake.about["table"] == H100.name
+
+
+def test_a_torch_that_counts_attention_of_equal_heads_only_counts_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those before 2.13 refuse fewer heads of keys than of queries."""
+    count = flop_counter.sdpa_flop_count
+
+    def strict(query: Any, key: Any, value: Any) -> int:
+        assert query[1] == key[1] == value[1]
+        return int(count(query, key, value))
+
+    def traced() -> list[float]:
+        return list(
+            fake_trace(
+                lambda: Decoder(networks.SMALL, 16),
+                networks.words,
+                lambda model: torch.optim.AdamW(model.parameters()),
+                word_loss,
+                table=SLOW,
+            ).times_s
+        )
+
+    expected = traced()
+    monkeypatch.setattr(flop_counter, "sdpa_flop_count", strict)
+    assert traced() == expected
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------

@@ -82,6 +82,10 @@ class Company:
         """Of storages that live on elsewhere, and will be others when they are back."""
         return 0
 
+    def hollow_bytes(self) -> int:
+        """Of storages that are there without their bytes."""
+        return 0
+
     def size_of(self, storage: Any) -> int:
         """The bytes of a storage, whether they are here or not."""
         return bytes_here(storage)
@@ -126,7 +130,7 @@ class Profiler:
         self._operators: list[str] = []
         self._reached: list[tuple[str, int]] = []
         self.here_bytes: dict[str, int] = {}  # by point: what lived when it was reached, wherever its bytes are
-        self._workspaces: list[int] = []
+        self._others_bytes = 0  # that nobody knows, and that stay
         self._gradients: dict[int, list[Seen]] = {  # of each parameter, in the order they came
             id(parameter): [Seen(0, 0, existed=True)] for parameter in dropped or ()
         }
@@ -157,6 +161,8 @@ class Profiler:
         self._hooks.__exit__(kind, error, trace)
         self._points.end_step()
         self._points.detach()
+        self._others_bytes = self._clock.beside(self._storages.living_bytes - self._company.hollow_bytes())
+        self.here_bytes = {name: size_bytes + self._others_bytes for name, size_bytes in self.here_bytes.items()}
         self._company.end()
         if kind is None:
             self._note_gradients()
@@ -271,7 +277,7 @@ class Profiler:
                 change[birth] += seen.size_bytes
                 change[death + 1] -= seen.size_bytes
         unused: list[int] = np.cumsum(change[:-1]).tolist()
-        sums = [workspace + more for workspace, more in zip(workspaces, unused, strict=True)]
+        sums = [workspace + more + self._others_bytes for workspace, more in zip(workspaces, unused, strict=True)]
         return list(zip(self._operators, seconds, sums, strict=True))
 
     def _tensor_rows(self) -> list[TensorSaid]:
@@ -346,6 +352,10 @@ class _Clock:
         """Seconds and workspace bytes of all operators that count."""
         return self._seconds, [0] * len(self._seconds)
 
+    def beside(self, known_bytes: int) -> int:
+        """Bytes that an allocator has given out beside those; 0 where nobody counts them."""
+        return 0
+
 
 class _Table(_Clock):
     """Times from a function."""
@@ -388,6 +398,9 @@ class _CudaClock(_Clock):
     def read(self) -> tuple[list[float], list[int]]:
         torch.cuda.synchronize(self._device)
         return [began.elapsed_time(ended) / 1e3 for began, ended in self._events], self._workspaces
+
+    def beside(self, known_bytes: int) -> int:
+        return max(0, int(torch.cuda.memory_allocated(self._device)) - known_bytes)
 
 
 def _clock(device: Any, seconds_of: SecondsOf | None) -> _Clock:

@@ -27,6 +27,17 @@ _SAME_FLOPS = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
 }
+_ATTENTION = frozenset(
+    {
+        _ATEN._scaled_dot_product_flash_attention,
+        _ATEN._scaled_dot_product_efficient_attention,
+        _ATEN._scaled_dot_product_cudnn_attention,
+        _ATEN._scaled_dot_product_flash_attention_backward,
+        _ATEN._scaled_dot_product_efficient_attention_backward,
+        _ATEN._scaled_dot_product_cudnn_attention_backward,
+        *_SAME_FLOPS,
+    }
+)
 _LOOKUPS = frozenset({_ATEN.embedding, _ATEN.index_select, _ATEN.gather, _ATEN.index})
 
 
@@ -56,6 +67,8 @@ class Roofline:
         if formula is None:
             return 0.0
         number_type = next((str(one.dtype).removeprefix("torch.") for one in tensors(output)), "float32")
+        if packet in _ATTENTION:
+            args = _with_all_heads(args)
         flops = float(formula(*args, **kwargs, out_val=output))
         if _is_causal(operator, args, kwargs):
             flops /= 2
@@ -91,6 +104,20 @@ def moved_bytes(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
 
 def _size_bytes(tensor: Any) -> int:
     return int(tensor.numel()) * int(tensor.element_size())
+
+
+def _with_all_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an attention with as many heads of keys and values as of queries: torch 2.11 and 2.12 count no
+    other, and the arithmetic is the same."""
+    tensors_of_four = [value for value in args if isinstance(value, torch.Tensor) and value.dim() == 4]
+    heads = max((value.shape[1] for value in tensors_of_four), default=0)
+
+    def whole(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() != 4 or value.shape[1] == heads:
+            return value
+        return torch.empty(value.shape[0], heads, *value.shape[2:], dtype=value.dtype, device="meta")
+
+    return tuple(whole(value) for value in args)
 
 
 def _is_causal(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

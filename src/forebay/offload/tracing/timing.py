@@ -4,6 +4,9 @@ Theory. A profiler that sees every operator slows each down, small ones most. Po
 there costs next to nothing. So a few ordinary steps are timed from point to point, and the operators of the trace are
 scaled so that each stretch takes its median time. Within a stretch the operators keep their shares.
 
+An accelerator works behind Python: there a point is an event in its current stream, and a stretch is what passes on the
+device between two of them. That counts kernels, and the gaps in which the device waits for Python to launch some.
+
 Invariant. A scaled trace takes as long as its measured stretches together: time measured where the trace has no
 operator goes to the next one.
 """
@@ -15,8 +18,10 @@ import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from time import perf_counter
+from typing import Any
 
 import numpy as np
+import torch
 
 from forebay.core.errors import Invalid
 from forebay.offload.planning.trace import Floats, Ints, Trace
@@ -26,11 +31,12 @@ STEPS_MAX = 64  # of which times are kept: the median does not need more
 
 
 class SegmentTimer:
-    """Times stretches between points: give it each point, run steps, ask for `seconds`."""
+    """Times stretches between points: give it each point, run steps, ask for `seconds`. `device`: what runs them."""
 
-    def __init__(self) -> None:
-        self._steps: list[list[tuple[str, float, float]]] = []
-        self._step: list[tuple[str, float, float]] | None = None
+    def __init__(self, device: Any = None) -> None:
+        self._on_cuda = device is not None and device.type == "cuda"
+        self._steps: list[list[tuple[str, Any, float]]] = []
+        self._step: list[tuple[str, Any, float]] | None = None
 
     def at(self, name: str, *, waited_s: float = 0.0) -> None:
         """A point is reached. `waited_s`: what was waited until now in all, which is not of the stretches."""
@@ -38,7 +44,7 @@ class SegmentTimer:
             self._step = []
         if self._step is None:
             return  # outside a step
-        self._step.append((name, perf_counter(), waited_s))
+        self._step.append((name, self._now(), waited_s))
         if name == ENDS:
             self._steps.append(self._step)
             self._step = None
@@ -55,9 +61,22 @@ class SegmentTimer:
             raise Invalid("no step was timed: run some with the timer attached, from begin_step to end_step")
         found: dict[str, list[float]] = {}
         for step in self._steps:
-            for (name, began_s, before_s), (_, ended_s, after_s) in itertools.pairwise(step):
-                found.setdefault(name, []).append(max(0.0, ended_s - began_s - (after_s - before_s)))
+            for (name, began, before_s), (_, ended, after_s) in itertools.pairwise(step):
+                found.setdefault(name, []).append(max(0.0, self._between(began, ended) - (after_s - before_s)))
         return {name: statistics.median(times) for name, times in found.items()}
+
+    def _now(self) -> Any:
+        if not self._on_cuda:
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, began: Any, ended: Any) -> float:
+        if not self._on_cuda:
+            return float(ended - began)
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1e3
 
 
 def scaled(trace: Trace, segment_seconds: Mapping[str, float] | Sequence[float]) -> Trace:
