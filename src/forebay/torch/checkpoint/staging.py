@@ -240,9 +240,10 @@ class _Copies:
             at = start - begin
             buffer[filled:at].zero_()
             place, rest = buffer[at : at + here], None
-            if here == _size_bytes(source) and not is_run(source) and type(source) is torch.Tensor:
-                place.view(source.dtype).view(source.shape).copy_(source, non_blocking=source.is_cuda)
-            else:
+            is_plain = source.device.type == "cpu" and type(source) is torch.Tensor
+            if is_plain and here == _size_bytes(source) and not is_run(source):
+                place.view(source.dtype).view(source.shape).copy_(source)
+            else:  # on a GPU what is conjugated is so there: torch does it here before the bytes have come
                 data = bytes_of(source)
                 rest = data[here:]
                 if data.device.type == "cpu" and type(data) is torch.Tensor:  # what is made of tensors copies itself
