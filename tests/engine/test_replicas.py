@@ -15,8 +15,10 @@ from forebay.core.messages.copied import ClearCopy
 from forebay.core.s3rules.tags import tags_among
 from forebay.core.types import LOCAL_URL, Bucket
 from forebay.node.engine.replicas import COMPARED_FOR_S, Replicas
+from tests.patience import until_async
 
-from .conftest import Rig
+from .conftest import MIB, Rig, pattern
+from .writing import put, written
 
 Rigged = Callable[..., None]
 
@@ -103,6 +105,30 @@ def test_tags_are_kept_by_the_other_node_before_anybody_reads_them(rigged: Rigge
         other.is_silent = False
         await rig.engine.tags.tag(TagCall("own", "key", "colour=blue"))
         assert (await rig.engine.tags.read(ObjectNamed("own", "key"))).tags == other.tags == "colour=blue"
+
+    rigged(story)
+
+
+def test_what_rotted_here_before_another_node_had_it_does_not_count_as_kept(rigged: Rigged) -> None:
+    """It was taken for sent, so the node said that all lay on two nodes, and let itself be taken over."""
+
+    async def story(rig: Rig) -> None:
+        replicas, other = _beside_another(rig)
+        await written(rig, "local", copies=2)
+        await put(rig, "key", pattern(6 * MIB))
+        await replicas._tend_once()
+        record = rig.engine.store.lookup("remote", "key")
+        assert record is not None
+        with open(rig.engine.store.data_path(record), "r+b") as file:
+            file.seek(5 * MIB)
+            file.write(b"rot")
+        rig.engine.cold.suspect("remote", "key", record.object_id, "a test")
+        await until_async(lambda: any(rig.engine.store.partly_lost("remote")))
+
+        other.kept.clear()
+        replicas.sent.failed("other")
+        with pytest.raises(Unavailable, match="rotted here"):
+            await replicas._tend_once()
 
     rigged(story)
 

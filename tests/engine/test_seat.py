@@ -104,6 +104,7 @@ def test_who_keeps_what_no_backend_has_alone_says_so() -> None:
         assert one.agreed is not None
         one.covered(one.agreed.held)
         await until_async(lambda: [node.kept_once for node in one.state().nodes] == [False, True])
+        assert one.metrics()["forebay_cluster_kept_once"] == 1
         for seat in (one, two):
             await seat.aclose()
 

@@ -94,8 +94,9 @@ def _told(fleet: Fleet) -> str:
     lines = [f"on its way: {each}" for each in fleet.on_its_way()]
     for state in fleet.states():
         assert state.cluster is not None
-        nodes = ", ".join(f"{node.node_id} {node.state}" for node in state.cluster.nodes)
+        nodes = ", ".join(f"{node.node_id} {node.state} ({node.doing})" for node in state.cluster.nodes)
         lines.append(f"{state.endpoint} is {state.cluster.node_id}; map {state.cluster.epoch}: {nodes}")
+        lines.append(f"    {state.reads} reads, {state.flights} flights, catching up {state.catching_up}")
     for node in fleet.cluster.nodes:
         lines.append(f"--- {node.host}\n{node.log_tail()}")
     return "\n".join(lines)

@@ -106,6 +106,7 @@ METRICS: dict[str, Metric] = {
         Metric("forebay_cluster_holds", "gauge", "Whether the node holds its lease."),
         Metric("forebay_cluster_epoch", "gauge", "Number of the map of nodes."),
         Metric("forebay_cluster_nodes", "gauge", "Nodes that the cluster knows.", ("state",)),
+        Metric("forebay_cluster_kept_once", "gauge", "Nodes that may have alone what two should have."),
         Metric("forebay_kept_copies", "gauge", "Objects and deletes kept for other nodes."),
         Metric("forebay_dirty_bytes", "gauge", "Acknowledged bytes that the backend has not.", ("bucket",)),
         Metric("forebay_dirty_objects", "gauge", "Objects and deletes that the backend has not.", ("bucket",)),

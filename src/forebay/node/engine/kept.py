@@ -178,8 +178,9 @@ class KeptCopies:
         return CopiesSaid([key for _, key in (*missing, *gone)])
 
     def _is_there(self, name: Name) -> bool:
-        """Whether the copy still is where the ledger says: its disk may have failed."""
-        return self._store.lookup(copies_of(name[0]), name[1]) is not None
+        """Whether the copy still is where the ledger says, and whole: its disk may have failed, or rotted."""
+        record = self._store.lookup(copies_of(name[0]), name[1])
+        return record is not None and (record.inline is not None or record.complete)
 
     async def _drop(self, name: Name, there: Copy | None) -> None:
         """Remove the copy, if it still is this one."""

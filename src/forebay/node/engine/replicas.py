@@ -419,12 +419,21 @@ class Replicas:
                 raise Unavailable("the holders changed meanwhile")
             copy = self._of_store(name)
             if copy is None:
+                self._check_whole(name)
                 return
             try:
                 async with asyncio.timeout(PATIENCE_S + copy.body.size_bytes / BYTES_S):
                     await self._send(agreed, node, name, copy)
             except TimeoutError as error:
                 raise Unavailable(f"node {node} does not answer") from error
+
+    def _check_whole(self, name: Name) -> None:
+        """`Unavailable` if this node has it, and cannot send it."""
+        record = self._store.owned(*name)
+        if self._store.lost_of(*name) is not None or (record is not None and not record.complete):
+            raise Unavailable(
+                f"{name[0]}/{name[1]} rotted here, and node {self.node_id} alone has it: see `forebay lost`"
+            )
 
 
 def _unheard(second: str, error: Exception) -> ForebayError:

@@ -334,6 +334,7 @@ class Seat:
         values = {"forebay_cluster_holds": float(state.holds), "forebay_cluster_epoch": float(state.epoch)}
         for word, count in Counter(node.state for node in state.nodes).items():
             values[series("forebay_cluster_nodes", state=word)] = count
+        values["forebay_cluster_kept_once"] = sum(node.kept_once for node in state.nodes)
         return values
 
     def map(self) -> NodeMap:
