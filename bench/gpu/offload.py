@@ -65,8 +65,8 @@ SIDES = ("none", "ours", "save_on_cpu", "checkpoint", "trl")
 PEERS = SIDES[2:]
 PLANNED_SHARE = 0.92  # of the limit
 WARM_STEPS = 2  # not timed: the optimizer makes its state, kernels are chosen
-# The engine watches five and rescues sixteen. Then it may find that steps differ from the prediction, and plan once more,
-# which is followed by sixteen again. As many losses are compared.
+# The engine watches five and rescues sixteen. Then it may find that steps differ from the prediction, and plan again;
+# it rescues sixteen again. As many losses are compared.
 STEPS = {"ours": 48, "none": 48}
 PEER_STEPS = 6
 BARE_STEPS = 3  # under a limit: enough to run out of memory
