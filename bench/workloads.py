@@ -731,7 +731,6 @@ ROWS: tuple[Row, ...] = (
             "peer / restore": REPORTED,
             "memory / cap": at_most(1.0),
         },
-        rounds=3,
         peer="best peer",
     ),
     Row(
