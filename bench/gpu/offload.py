@@ -37,6 +37,7 @@ import datetime
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -65,9 +66,10 @@ SIDES = ("none", "ours", "save_on_cpu", "checkpoint", "trl")
 PEERS = SIDES[2:]
 PLANNED_SHARE = 0.92  # of the limit
 WARM_STEPS = 2  # not timed: the optimizer makes its state, kernels are chosen
-# The engine watches five and rescues sixteen. Then it may find that steps differ from the prediction, and plan again;
-# it rescues sixteen again. As many losses are compared.
-STEPS = {"ours": 48, "none": 48}
+# The engine watches five and rescues sixteen. Then it may find that steps differ from the prediction, plan anew and
+# rescue sixteen again, on busy cores more than once: it goes on until STEADY_MIN steps of one plan were timed.
+STEPS = {"ours": 32, "none": 48}
+STEADY_MIN, STEPS_MAX = 10, 200
 PEER_STEPS = 6
 BARE_STEPS = 3  # under a limit: enough to run out of memory
 CHILD_TIMEOUT_S = 600.0
@@ -190,9 +192,18 @@ class Training:
         self.optimizer.zero_grad()
         return float(loss.item())
 
-    def run(self, steps: int, told: Told, within: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
-        """So many steps, each of them timed from a device that is idle to one that is idle again."""
-        for step in range(steps):
+    def run(
+        self,
+        steps: int,
+        told: Told,
+        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        goes_on: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """So many steps, and more while it `goes_on`, each of them timed from a device that is idle to one that is idle
+        again."""
+        for step in itertools.count():
+            if step >= steps and not (step < STEPS_MAX and goes_on()):
+                return
             self._settle()
             began_s = time.perf_counter()
             with within():
@@ -265,7 +276,7 @@ def _ours(training: Training, work: Work, told: Told) -> None:
             yield
 
     try:
-        training.run(work["steps"], told, within)
+        training.run(work["steps"], told, within, lambda: len(steady(told)) < STEADY_MIN)
     finally:  # how far it came says why it stopped
         found = off.report()
         fields = (
@@ -477,7 +488,7 @@ def _line(share: float | None, told: Told, found: Round | None = None) -> str:
     step_s = statistics.median(steady(told))
     said = [f"{head} {step_s:.4f} s a step ({number(min(steady(told)))} to {number(max(steady(told)))})"]
     if found is not None:
-        off, steps = difference(told, found.plain), len(told["losses"])
+        off, steps = difference(told, found.plain), min(len(told["losses"]), len(found.plain["losses"]))
         losses = f"losses off by {off:.3g}" if off else "losses bit-equal"
         said += [f"{found.ideal_s / step_s:.0%} of ideal", f"{losses} over {steps} steps"]
     if "report" in told:

@@ -14,7 +14,7 @@ import torch
 from bench import main, report
 from bench.gpu import first_day, offload
 from bench.gpu.first_day import Check, checks
-from bench.gpu.offload import PEER_STEPS, STEPS, Alone, Round, Told, Work
+from bench.gpu.offload import PEER_STEPS, STEADY_MIN, STEPS, Alone, Round, Told, Work
 from bench.workloads import BY_NAME
 
 ROW = BY_NAME["offload-gpu"]
@@ -110,8 +110,10 @@ def test_each_side_trains_and_tells_in_one_line(found: Round):
             continue
         assert (told["error"], told["oom"]) == ("", False), name
         assert len(told["losses"]) == len(told["steps_s"]) > told["warm"]
-        assert told["losses"] == found.plain["losses"][: len(told["losses"])], f"{name} computes other numbers"
-    assert len(found.plain["losses"]) == len(sides["ours"]["losses"]) == STEPS["ours"]
+        same = zip(told["losses"], found.plain["losses"], strict=False)
+        assert all(ours == plain for ours, plain in same), f"{name} computes other numbers"
+    assert len(found.plain["losses"]) == STEPS["none"]
+    assert len(sides["ours"]["losses"]) == max(STEPS["ours"], sides["ours"]["warm"] + STEADY_MIN)
     assert len(sides["checkpoint"]["losses"]) == len(sides["save_on_cpu"]["losses"]) == PEER_STEPS
     assert found.plain["peak_bytes"] > 1 << 20
 
@@ -121,8 +123,7 @@ def test_the_engine_moves_and_says_what_it_did(found: Round):
     ours = found.limited[0.75]["ours"]
     told = ours["report"]
     watched = 6  # two steps are watched, three time the first plan, one comes from it to the second
-    reviewed = watched + 16  # where busy cores made steps differ from the prediction there is a third plan by then
-    assert ours["warm"] in (watched + 16, reviewed + 16)
+    assert ours["warm"] >= watched + 16, "later where busy cores made steps differ from what was predicted"
     assert told["budget_bytes"] == int(int(found.plain["peak_bytes"] * 0.75) * offload.PLANNED_SHARE)
     assert told["moves"] > 0
     assert told["written_bytes"] + told["read_bytes"] > 0
@@ -138,7 +139,7 @@ def test_the_row_is_judged_from_what_they_told(found: Round):
     assert values["trained, of the limits"] == 1
     assert values["limits with other losses"] == 0
     assert {"share of the ideal step, at 75%", "error of the prediction, at 75%"} < set(values)
-    assert any(re.search(r"75%: ours .* losses bit-equal over 48 steps", note) for note in result.notes)
+    assert any(re.search(r"75%: ours .* losses bit-equal over \d+ steps", note) for note in result.notes)
     assert "75%: none did not run out of memory" in "\n".join(result.notes)
     json.loads(report.as_json([result], quick=True, wall_s=1.8e9))
 

@@ -128,13 +128,13 @@ class FakeDoor:
 
     def _take(self, sock: socket.socket, message: Any) -> None:
         if isinstance(message, DoorHello):
-            with self._lock:
-                self._socks.append(sock)
             self.tokens.append(message.token)
-            if self.refuses:
-                sock.sendall(doorwire.encode(DoorRefused(Denied("who?").to_wire())))
-                return
-            sock.sendall(doorwire.encode(DoorWelcome(self.node_id)))
+            with self._lock:  # the welcome is the first thing that a client hears, as of a front
+                if self.refuses:
+                    sock.sendall(doorwire.encode(DoorRefused(Denied("who?").to_wire())))
+                else:
+                    sock.sendall(doorwire.encode(DoorWelcome(self.node_id)))
+                self._socks.append(sock)
         elif not isinstance(message, DoorOpen):
             self.heard.append(message)
         elif not self.silent:
