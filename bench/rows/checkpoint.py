@@ -21,7 +21,8 @@ are compared with the steps just before the save, since other steps ran at anoth
 save has not sent when the fifth step ends is in the notes: a drain that is over early slows nothing. A bucket elsewhere
 takes no core from training. So bucket and link run only on what the others leave of the cores, and the bucket is
 another node that keeps all in its page cache: it takes about 3 s of a core for each GB. SeaweedFS takes 10, and so was
-most of what drained beside the steps.
+most of what drained beside the steps. The stalls have such a bucket too: SeaweedFS keeps what is written over, and
+answered 500 after some tens of GB.
 
 Memory is what the process has more (RssAnon and RssShmem), at the most, while it saves in waves of a cap, than before
 it made its first wave.
@@ -205,8 +206,9 @@ def save(lab: Lab, row: Row) -> Result:
     size_bytes = _size(lab, row)
     state = _state(size_bytes)
     took: dict[str, list[float]] = {name: [] for name in ("copy", "stall", "durable", "write", *PEERS)}
-    with _quiet(), ExitStack() as stack, lab.node(core=None) as node:
-        node.add_bucket("runs", lab, write="back")
+    with _quiet(), ExitStack() as stack, lab.node(core=None) as bucket, lab.node(core=None) as node:
+        bucket.add_local(BUCKET, durability="memory")
+        node.add_bucket("runs", lab, bucket.endpoint, write="back")
         jobs, notes = _jobs(stack, lab, node, size_bytes)
         took |= {name: [] for name in jobs}
         memory = _memory(row, node, state, size_bytes // CAP_SHARE)
