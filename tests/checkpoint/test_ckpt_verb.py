@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from forebay.checkpoint.pictures import DAMAGED, SIZE
 from forebay.client.sync import Client
 from forebay.core.checkpoint import blob_name
 from tests.node.conftest import NodeProcess
@@ -43,6 +44,10 @@ def test_the_manuals_script_saves_and_goes_on_and_the_verbs_tend_what_it_saved(n
     assert [each["problem"] for each in listed] == [""] * len(listed)
     assert 1 <= len(listed) <= 3
     assert "##########" in ckpt(node, "ls", "s3://runs/manual/")
+    drawn = tmp_path / "run.svg"
+    ckpt(node, "ls", "runs/manual", "--picture", str(drawn))
+    assert drawn.read_text().count(SIZE) == len(listed), "a bar for each"
+    assert DAMAGED not in drawn.read_text()
     tested = json.loads(ckpt(node, "restore-test", "runs/manual", "--json"))
     assert (tested["step"], tested["damaged"]) == (20, {})
     assert "step 20: " in ckpt(node, "restore-test", "runs/manual")
@@ -70,12 +75,16 @@ def test_the_manuals_script_saves_and_goes_on_and_the_verbs_tend_what_it_saved(n
         for sequence in (2, 3):
             client.delete("runs", f"manual-copy/manifests/{sequence:012}")
         client.delete("runs", name)
-    assert "is missing" in ckpt(node, "ls", "runs/manual-copy")
+    assert "is missing" in ckpt(node, "ls", "runs/manual-copy", "--picture", str(drawn))
+    assert DAMAGED in drawn.read_text()
     assert "is missing" in ckpt(node, "cp", "runs/manual-copy", "runs/other", status=EXIT_CORRUPT)
 
 
 def test_what_is_not_there_is_said(node: NodeProcess):
     assert "no checkpoints" in ckpt(node, "ls", "runs/nobody")
+    drawn = ("ls", "runs/nobody", "--picture")
+    assert "nothing to draw" in ckpt(node, *drawn, "run.png", status=EXIT_NOT_FOUND)
+    assert "must end in .png, .svg, .pdf" in ckpt(node, *drawn, "run.gif", status=EXIT_INVALID)
     assert "there is no checkpoint under runs/nobody" in ckpt(node, "verify", "runs/nobody", status=EXIT_NOT_FOUND)
     assert "does not name a run" in ckpt(node, "ls", "runs", status=EXIT_INVALID)
     assert "there is no checkpoint under runs/nobody" in ckpt(

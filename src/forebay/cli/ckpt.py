@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,9 +12,9 @@ import typer
 from forebay.cli import show
 from forebay.cli.complete import addresses as complete_addresses
 from forebay.cli.options import AsJson, Debug, Url, open_client
-from forebay.cli.outcome import as_forebay, verb
+from forebay.cli.outcome import as_forebay, check_installed, verb
 from forebay.cli.progress import Progress
-from forebay.core.errors import Corrupt, NotFound
+from forebay.core.errors import Corrupt, Invalid, NotFound
 from forebay.ports import clock
 
 if TYPE_CHECKING:
@@ -28,18 +29,32 @@ Run = Annotated[
 ]
 Step = Annotated[int | None, typer.Option("--step", metavar="N", help="The step. Default: the newest checkpoint.")]
 BAR = 20  # characters of the largest size
+PICTURES = (".png", ".svg", ".pdf")
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 
 
 @app.command("ls")
 @verb
-def ls(run: Run, url: Url = None, as_json: AsJson = False, debug: Debug = False) -> None:
+def ls(
+    run: Run,
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", metavar="FILE", help="Draw sizes and stalls over time: .png, .svg, .pdf."),
+    ] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
     """List the checkpoints of a run, newest first.
 
     With --json one line for each: {"sequence", "step", "saved_s", "size_bytes", "ranks", "stall_s", "problem"}.
     """
     from forebay.core.checkpoint import Manifest
 
+    if picture is not None:
+        if picture.suffix not in PICTURES:
+            raise Invalid(f"--picture {picture}: its name must end in {', '.join(PICTURES)}")
+        check_installed("matplotlib", extra="plan")
     rows = []
     with _repository(run, url) as repository:
         for found in repository.candidates():
@@ -49,6 +64,8 @@ def ls(run: Run, url: Url = None, as_json: AsJson = False, debug: Debug = False)
                 rows.append((found.sequence, *said, problem))
             else:
                 rows.append((found[0], -1, 0.0, 0, 0, 0.0, str(found[1])))
+    if picture is not None:
+        _draw(run, rows, picture)
     if as_json:
         names = ("sequence", "step", "saved_s", "size_bytes", "ranks", "stall_s", "problem")
         for row in rows:
@@ -72,6 +89,16 @@ def ls(run: Run, url: Url = None, as_json: AsJson = False, debug: Debug = False)
         ]
         head = ("NUMBER", "STEP", "SAVED", "SIZE", "", "RANKS", "STALL", "STATE")
         print(show.columns(head, shown, right=(0, 1, 3, 5, 6)))
+
+
+def _draw(run: str, rows: list[tuple[int, int, float, int, int, float, str]], path: Path) -> None:
+    """Those whose manifest can be read: the others have no time."""
+    from forebay.checkpoint.pictures import Saved, draw_checkpoints
+
+    saved = [Saved(step, at, size, stall, not problem) for _, step, at, size, _, stall, problem in rows if at > 0]
+    if not saved:
+        raise NotFound(f"no checkpoints under {run}: there is nothing to draw")
+    draw_checkpoints(run, saved, path)
 
 
 @app.command("verify")

@@ -9,7 +9,6 @@ Invariant. The printed numbers are the replay's, not the plan's.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +17,7 @@ import typer
 
 from forebay.cli import show
 from forebay.cli.options import AsJson, Debug
-from forebay.cli.outcome import verb
+from forebay.cli.outcome import check_installed, verb
 from forebay.core.errors import Invalid, NotSupported
 from forebay.core.quantity import parse_rate, parse_size
 
@@ -126,11 +125,7 @@ def make_trace(
 
 
 def _check_installed(picture: Path | None) -> None:
-    for package in ("numpy", "matplotlib") if picture is not None else ("numpy",):
-        if importlib.util.find_spec(package) is None:
-            raise NotSupported(
-                f"planning needs {package}, which is not here: pip install '.[plan]' in a checkout of forebay"
-            )
+    check_installed("numpy", *(["matplotlib"] if picture is not None else []), extra="plan")
 
 
 # --- what is asked for -----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import importlib.util
 import os
 import sys
 import traceback
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 
 import typer
 
-from forebay.core.errors import KINDS, ForebayError
+from forebay.core.errors import KINDS, ForebayError, NotSupported
 
 EXIT_BUG = 1
 EXIT_USAGE = 2
@@ -104,6 +105,15 @@ _WHAT_TO_DO = {
     errno.ENOSPC: "free some space, or choose another path",
     errno.EDQUOT: "free some space, or choose another path",
 }
+
+
+def check_installed(*packages: str, extra: str) -> None:
+    """`NotSupported` unless all are here: a verb that needs them begins with this."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise NotSupported(
+                f"this needs {package}, which is not here: pip install '.[{extra}]' in a checkout of forebay"
+            )
 
 
 def as_forebay(error: BaseException) -> ForebayError:
