@@ -133,14 +133,10 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(module, "ROOT", tmp_path)
     (tmp_path / "docs").mkdir()
     (tmp_path / "README.md").write_text("before\n<!-- results -->\nold\n<!-- end of results -->\nafter\n")
-    machine = json.loads(report.as_json([], quick=False, wall_s=1.8e9))["machine"]
-    about = (
-        f"Measured on {machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB, "
-        f"Linux {machine['kernel'].split('-')[0]}, Python {machine['python']}."
-    )
-    line = "| `epochs` | speed-up | 36.1 s | direct 67.6 s | 1.87 | 1.80 to 1.90 | ≥ 1.8 | reached | 2026-11-21 |"
+    line = "| `epochs` | speed-up | 36.1 s | direct 67.6 s | 1.87 | 1.80 to 1.90 | ≥ 1.8 | reached | 2026-11-21 A |"
     (tmp_path / "docs" / "benchmarks.md").write_text(
-        f"<!-- resume -->\nold\n<!-- end of resume -->\n<!-- results -->\n{about}\n\n{line}\n<!-- end of results -->\n"
+        "<!-- resume -->\nold\n<!-- end of resume -->\n"
+        f"<!-- results -->\n* A: 96 cores of something else\n\n{line}\n<!-- end of results -->\n"
     )
     return module
 
@@ -155,10 +151,10 @@ def test_measured_rows_take_the_place_of_their_lines(script: Any, monkeypatch: p
     monkeypatch.setattr(sys, "argv", ["results", written(tmp_path, results())])
     assert script.main() == 0
     _, table = script.table_of((tmp_path / "docs" / "benchmarks.md").read_text())
-    assert table["epochs"][0][-1] == "2026-11-21", "a row that was not measured stays, with its day"
+    assert table["epochs"][0][-1] == "2026-11-21 A", "a row that was not measured stays, with its day"
     ours = table["warm-1k"][0]
     assert ours[2:5] == ("131 200 req/s", "nginx 165 350 req/s", "0.793")
-    assert ours[-1] == "2027-01-15"
+    assert ours[-1] == "2027-01-15 B"
     assert "**missed**" in {line[7] for of_row in table.values() for line in of_row}
     assert "**failed**" in {line[7].split(":")[0] for of_row in table.values() for line in of_row}
     assert table["put-disk-4k"] == [("`put-disk-4k`", "", "", "", "", "", "", "not measured yet", "")]
@@ -175,17 +171,16 @@ def test_a_quick_run_shows_nothing(script: Any, monkeypatch: pytest.MonkeyPatch,
     assert "\nold\n" in (tmp_path / "README.md").read_text()
 
 
-def test_rows_of_two_machines_do_not_share_a_table(
-    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    path = Path(written(tmp_path, results()))
-    document = json.loads(path.read_text())
-    document["machine"]["cores"] = 96
-    path.write_text(json.dumps(document))
-    monkeypatch.setattr(sys, "argv", ["results", str(path)])
-    assert script.main() == 1
-    assert "another machine" in capsys.readouterr().err
-    assert "\nold\n" in (tmp_path / "README.md").read_text()
+def test_each_line_names_its_machine(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    page = tmp_path / "docs" / "benchmarks.md"
+    for expected in ({"epochs": "A", "warm-1k": "B"}, {"epochs": "B", "warm-1k": "B"}):
+        told = results() if expected["epochs"] == "A" else [Result(BY_NAME["epochs"], error="it was too slow")]
+        monkeypatch.setattr(sys, "argv", ["results", written(tmp_path, told)])
+        assert script.main() == 0
+        machines, table = script.table_of(page.read_text())
+        assert {row: table[row][0][-1][-1] for row in expected} == expected
+        assert sorted(machines) == sorted(set(expected.values())), "a machine of which no line is left goes"
+        assert f"{report.machine()['cores']} cores of {report.machine()['processor']}, " in machines["B"]
 
 
 def test_the_resume_row_writes_its_own_table_too(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
