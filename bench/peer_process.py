@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,10 @@ from typing import IO, Any, Self
 
 from bench.load import LoadFailed
 from bench.parts import Lab
+
+
+WORDS_MAX = 300  # characters of why it ended
+_NAMES_AN_ERROR = re.compile(r"[\w.]*(Error|Exception|Failed)\b")
 
 
 class PeerProcess:
@@ -63,8 +68,8 @@ class PeerProcess:
         assert self._process.stdout is not None, "it is a pipe"
         line = self._process.stdout.readline()
         if not line:
-            words = self._log.read_text("utf-8", "replace").strip()[-300:]
-            raise LoadFailed(f"{self._side} ended with {self._process.wait()}: {words}")
+            code = self._process.wait()
+            raise LoadFailed(f"{self._side} ended with {code}: {last_words(self._log.read_text('utf-8', 'replace'))}")
         told: dict[str, float] = json.loads(line)
         return told
 
@@ -73,3 +78,10 @@ class PeerProcess:
         with contextlib.suppress(BrokenPipeError):  # what it says of its end is read next
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
+
+
+def last_words(log: str) -> str:
+    """Why a program ended: its last line that names an exception, else the end of what it said. Several processes may
+    write one log, so the last line of all may be the middle of another's traceback."""
+    errors = [line for line in log.splitlines() if _NAMES_AN_ERROR.match(line)]
+    return errors[-1][:WORDS_MAX] if errors else log.strip()[-WORDS_MAX:]

@@ -10,7 +10,7 @@ import pytest
 from bench import streamer_job
 from bench.load import LoadFailed
 from bench.parts import Lab
-from bench.peer_process import PeerProcess
+from bench.peer_process import PeerProcess, last_words
 from bench.rows import streamer
 
 safe_open = pytest.importorskip("safetensors").safe_open
@@ -32,3 +32,9 @@ def test_a_client_that_ends_is_told_with_its_last_words():
     with Lab(quick=True) as lab, PeerProcess(lab, streamer_job, sys.executable, "forebay", {}) as job:
         with pytest.raises(LoadFailed, match=r"(?s)forebay ended with 1: .*runai_model_streamer"):
             job.round()
+
+
+def test_a_peer_that_ends_says_why():
+    log = "Traceback\n  File x\nbotocore.Error: the bucket is full\n    load()\n    ^^^^^^\n"
+    assert last_words(log) == "botocore.Error: the bucket is full", "another rank's traceback was cut off below it"
+    assert last_words("Killed\n") == "Killed"
