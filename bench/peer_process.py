@@ -19,7 +19,6 @@ from typing import IO, Any, Self
 from bench.load import LoadFailed
 from bench.parts import Lab
 
-
 WORDS_MAX = 300  # characters of why it ended
 _NAMES_AN_ERROR = re.compile(r"[\w.]*(Error|Exception|Failed)\b")
 

@@ -22,7 +22,7 @@ save has not sent when the fifth step ends is in the notes: a drain that is over
 takes no core from training. So bucket and link run only on what the others leave of the cores, and the bucket is
 another node that keeps all in its page cache: it takes about 3 s of a core for each GB. SeaweedFS takes 10, and so was
 most of what drained beside the steps. The stalls have such a bucket too: SeaweedFS keeps what is written over, and
-answered 500 after some tens of GB.
+fills the disk in time.
 
 Memory is what the process has more (RssAnon and RssShmem), at the most, while it saves in waves of a cap, than before
 it made its first wave.
