@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 INK, SIZE, STALL, DAMAGED = "#222222", "#1f6f8b", "#b08d57", "#a8322a"
 GB = 1e9
+TIME_MAX_S = 2.5e11  # a date has four digits for its year
 POINTS_OF_A_BAR = 3.0  # its width on paper: as wide for a run of hours as for one of weeks
 
 
@@ -27,7 +28,8 @@ class Saved(NamedTuple):
 
 
 def draw_checkpoints(run: str, saved: Sequence[Saved], path: Path) -> None:
-    """Write the picture to `path`; its ending says the format (.png, .svg, .pdf). `saved` is not empty."""
+    """Write the picture to `path`; its ending says the format (.png, .svg, .pdf). There is one in `saved` at
+    the least, and none was saved after TIME_MAX_S."""
     from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
     from matplotlib.figure import Figure
 
@@ -54,5 +56,6 @@ def draw_checkpoints(run: str, saved: Sequence[Saved], path: Path) -> None:
     below.xaxis.set_major_formatter(ConciseDateFormatter(locator, tz=times[0].tzinfo))
     damaged = sum(not one.whole for one in shown)
     said = f"; {damaged} (red) cannot be restored" if damaged else ""
-    above.set_title(f"{run}: {len(shown)} checkpoint{'s' * (len(shown) > 1)}{said}", color=INK, fontsize=10, loc="left")
+    title = f"{run}: {len(shown)} checkpoint{'s' * (len(shown) > 1)}{said}"
+    above.set_title(title, color=INK, fontsize=10, loc="left", parse_math=False)
     figure.savefig(path, dpi=160)

@@ -93,9 +93,13 @@ def ls(
 
 def _draw(run: str, rows: list[tuple[int, int, float, int, int, float, str]], path: Path) -> None:
     """Those whose manifest can be read: the others have no time."""
-    from forebay.checkpoint.pictures import Saved, draw_checkpoints
+    from forebay.checkpoint.pictures import TIME_MAX_S, Saved, draw_checkpoints
 
-    saved = [Saved(step, at, size, stall, not problem) for _, step, at, size, _, stall, problem in rows if at > 0]
+    saved = [
+        Saved(step, at, size, stall, not problem)
+        for _, step, at, size, _, stall, problem in rows
+        if 0 < at < TIME_MAX_S
+    ]
     if not saved:
         raise NotFound(f"no checkpoints under {run}: there is nothing to draw")
     draw_checkpoints(run, saved, path)
