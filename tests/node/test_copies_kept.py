@@ -23,7 +23,7 @@ from forebay.core.cluster.records import MAP, Map
 from forebay.meta.etcd import EtcdMeta
 from tests.node.conftest import NodeProcess, pattern
 from tests.node.test_cluster import cluster_of, flags, meta, url
-from tests.node.test_homes import AWAY, MIB, PATIENT, Cluster, client, listed
+from tests.node.test_homes import AWAY, MIB, PATIENT, SOON, Cluster, client, listed
 from tests.node.test_peers import TOKEN, WHO, state_of
 from tests.node.test_peers import asked as told_by
 from tests.patience import until
@@ -72,7 +72,7 @@ def kill(node: NodeProcess) -> None:
 
 
 def test_copies_come_and_go(node: Make, etcd: servers.EtcdCluster, tmp_path: Path) -> None:
-    cluster = Cluster(node, etcd, tmp_path)
+    cluster = Cluster(node, etcd, tmp_path, 3, *SOON)
     twice(cluster)
     a, b, c = cluster.clients
     assert kept(cluster) == 2, "the two objects that were written"
@@ -141,7 +141,7 @@ def test_nodes_with_identities_keep_copies_too(node: Make, etcd: servers.EtcdClu
 
 
 def test_copies_are_cleared_when_the_backend_has_them(node: Make, etcd: servers.EtcdCluster, tmp_path: Path) -> None:
-    cluster = Cluster(node, etcd, tmp_path, 2)
+    cluster = Cluster(node, etcd, tmp_path, 2, *SOON)
     (tmp_path / "double").mkdir()
     for one in cluster.nodes:
         double = {"name": "double", "url": f"file://{tmp_path / 'double'}", "write": "back", "copies": 2}
@@ -211,7 +211,7 @@ def test_what_a_killed_node_acknowledged_is_taken_over(node: Make, etcd: servers
     """Its disks never come back, as far as the others know, until all is in the bucket."""
     with servers.SeaweedFS() as seaweed:
         seaweed.create_bucket("lake")
-        cluster = Cluster(taking_over(node), etcd, tmp_path)
+        cluster = Cluster(taking_over(node), etcd, tmp_path, 3, *SOON)
         twice(cluster)
         lake = {"name": "lake", "url": "s3://lake", "write": "back", "copies": 2, "options": seaweed.options()}
         for one in cluster.nodes:
@@ -302,7 +302,7 @@ def read(asked: Any, bucket: str, key: str) -> tuple[bytes, dict[str, str]] | No
 
 def test_a_home_that_was_paused_shows_nothing_old(node: Make, etcd: servers.EtcdCluster, tmp_path: Path) -> None:
     """Its fronts would find all of it in the index, and its engine would acknowledge."""
-    cluster = Cluster(taking_over(node, "--fronts", "1"), etcd, tmp_path)
+    cluster = Cluster(taking_over(node, "--fronts", "1"), etcd, tmp_path, 3, *SOON)
     twice(cluster)
     for one in cluster.nodes:
         for name in ("local", "back"):

@@ -42,7 +42,7 @@ def client(node: NodeProcess, config: Config = PATIENT) -> Any:
 class Cluster:
     """Three nodes and their clients, with one local bucket and one that is written back to a directory."""
 
-    def __init__(self, make: Make, etcd: servers.EtcdCluster, root: Path, count: int = 3) -> None:
+    def __init__(self, make: Make, etcd: servers.EtcdCluster, root: Path, count: int = 3, *more: str) -> None:
         self.root, self.make = root, make
         self.addresses, self.name = etcd.addresses, uuid.uuid4().hex
         self.at = url(self.addresses, self.name)
@@ -51,7 +51,7 @@ class Cluster:
         (root / "bucket").mkdir()
         (root / "through").mkdir()
         for _ in range(count):
-            self.nodes.append(make(*flags(root, self.at)))
+            self.nodes.append(make(*flags(root, self.at), *more))
         self.settle()
 
     def settle(self) -> None:
@@ -225,6 +225,7 @@ def listed_uploads(cluster: Cluster) -> None:
         assert "Uploads" not in cluster.clients[0].list_multipart_uploads(Bucket=bucket)
 
 
+SOON = ("--flush-timeout", "1")  # with a backend that is away for good: nobody waits a minute for it at the end
 AWAY = {"endpoint": "http://127.0.0.1:9", "skip_signature": "true"}
 ONCE = Config(signature_version=UNSIGNED, retries={"max_attempts": 0}, read_timeout=30)
 
@@ -233,7 +234,7 @@ def test_what_a_killed_home_acknowledged_is_refused_and_then_there(
     node: Make, etcd: servers.EtcdCluster, tmp_path: Path
 ) -> None:
     """The backend is away throughout, so nothing is anywhere but on the nodes."""
-    cluster = Cluster(node, etcd, tmp_path)
+    cluster = Cluster(node, etcd, tmp_path, 3, *SOON)
     away = {"name": "away", "url": "s3://nowhere", "write": "back", "options": AWAY}
     for one in cluster.nodes:
         one.json("PUT", "buckets/away", away)
@@ -271,7 +272,7 @@ def test_what_a_killed_home_acknowledged_is_refused_and_then_there(
 
 
 def test_a_join_and_a_drain_while_data_is_dirty(node: Make, etcd: servers.EtcdCluster, tmp_path: Path) -> None:
-    cluster = Cluster(node, etcd, tmp_path, 2)
+    cluster = Cluster(node, etcd, tmp_path, 2, *SOON)
     kept_differently(cluster, tmp_path)
     away = {"name": "away", "url": "s3://nowhere", "write": "back", "options": AWAY}
     for one in cluster.nodes:
@@ -288,7 +289,7 @@ def test_a_join_and_a_drain_while_data_is_dirty(node: Make, etcd: servers.EtcdCl
     kept = cluster.key(1, start=5000)
     a.put_object(Bucket="local", Key=kept, Body=b"kept")
 
-    third = node(*flags(tmp_path, cluster.at))
+    third = node(*flags(tmp_path, cluster.at), *SOON)
     cluster.nodes.append(third)
     cluster.settle()
     third.json("PUT", "buckets/away", away)
