@@ -211,7 +211,7 @@ class Checkpointer:
         mine, alike = shares(flat.leaves, self._ranks, self._own_paths)
         layout = lay_out(mine, self._arena.memory_bytes)
         self._arena.prepare(layout, pinned=any(share.local.is_cuda for share in mine))
-        staged = stage(layout, self._arena, lambda: work.send(layout, hurry=True))
+        staged = stage(layout, self._arena, lambda: work.send(layout, hurry=True), at_once=not wait)
         layout = layout._replace(shares=[])  # what is copied is the job's again, to free or change
         work.begin(layout)
         if wait:  # nobody gains from a short stall: the disk begins with the first blob

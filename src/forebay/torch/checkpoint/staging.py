@@ -27,9 +27,9 @@ the event of its last copy and its release.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import queue
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -47,6 +47,9 @@ BUFFERS_MIN = 2  # one is filled while another is sent
 CUT_BYTES = 4 << 20  # that a thread copies at once
 COPIERS = 8  # more threads than this find no more bandwidth
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # bytes of a buffer, and those that are copied there
 
 
 class Layout(NamedTuple):
@@ -163,6 +166,10 @@ class Arena:
             self._free.put(buffer)
             self._made += 1
 
+    def holds(self, layout: Layout) -> bool:
+        """Whether all blobs of what it was prepared for have a buffer each."""
+        return self._made >= layout.blobs
+
     def take(self, when_none: Callable[[], None]) -> Buffer:
         """A free buffer; waits for one, after `when_none` was called."""
         try:
@@ -174,27 +181,30 @@ class Arena:
     def give(self, buffer: Buffer) -> None:
         self._free.put(buffer)
 
-    def copy(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def copy(self, copies: Sequence[Pair]) -> None:
         """Copy the second of each pair to the first: bytes in a row, in this machine's memory."""
         cuts = [
             (to.data_ptr() + at, source.data_ptr() + at, min(CUT_BYTES, to.numel() - at))
             for to, source in copies
             for at in range(0, to.numel(), CUT_BYTES)
         ]
-        numbers = itertools.count()
+        left = iter(cuts)
 
         def work() -> None:
-            while (number := next(numbers)) < len(cuts):
-                ctypes.memmove(*cuts[number])
+            for cut in left:
+                ctypes.memmove(*cut)
 
         helpers = min(torch.get_num_threads(), COPIERS, len(cuts)) - 1
         if helpers > 0 and self._helpers is None:
             self._helpers = ThreadPoolExecutor(COPIERS - 1, thread_name_prefix="checkpoint-copy")
         begun = [self._helpers.submit(work) for _ in range(helpers)] if self._helpers is not None else []
-        work()
-        for each in begun:
-            if not each.cancel():  # it runs, perhaps in its last piece
-                each.result()
+        try:
+            work()
+        finally:
+            deque(left, maxlen=0)  # after Ctrl-C nobody begins another piece: the job may free what is copied
+            for each in begun:
+                if not each.cancel():  # it runs, perhaps in its last piece
+                    each.result()
 
 
 def _buffer(size_bytes: int, pinned: bool) -> Buffer:
@@ -207,17 +217,26 @@ def _buffer(size_bytes: int, pinned: bool) -> Buffer:
     return Buffer(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned), None)
 
 
-def stage(layout: Layout, arena: Arena, when_none: Callable[[], None]) -> Iterator[Filled]:
-    """Copy the state, blob by blob."""
+def stage(layout: Layout, arena: Arena, when_none: Callable[[], None], at_once: bool = False) -> Iterator[Filled]:
+    """Copy the state, blob by blob. `at_once`: all of it before the first blob is given, where the arena holds it all.
+    Then no thread waits for another at the end of each blob."""
     copies = _Copies(layout)
-    for blob in range(layout.blobs):
-        taken = arena.take(when_none)
+    together = max(1, layout.blobs) if at_once and arena.holds(layout) else 1
+    for first in range(0, layout.blobs, together):
+        filled: deque[Filled] = deque()  # and not given yet
+        copied: list[Pair] = []
         try:
-            begun = copies.fill(blob, taken.tensor, arena)
-        except BaseException:
-            arena.give(taken)
-            raise
-        yield Filled(blob, taken, layout.blob_size(blob), _ready(begun))
+            for blob in range(first, first + together):
+                buffer = arena.take(when_none)
+                filled.append(Filled(blob, buffer, layout.blob_size(blob), lambda: 0.0))
+                begun = copies.fill(blob, buffer.tensor, copied)
+                filled[-1] = filled[-1]._replace(ready=_ready(begun))
+            arena.copy(copied)
+            while filled:
+                yield filled.popleft()
+        finally:
+            for each in filled:
+                arena.give(each.buffer)
 
 
 class _Copies:
@@ -228,10 +247,11 @@ class _Copies:
         self._copies = _copies(layout)
         self._pending = next(self._copies, None)
 
-    def fill(self, blob: int, buffer: torch.Tensor, arena: Arena) -> dict[torch.device, Any]:
-        """Copy the next blob's bytes. For devices that copy some of them: the event with which they begin to."""
+    def fill(self, blob: int, buffer: torch.Tensor, copied: list[Pair]) -> dict[torch.device, Any]:
+        """Copy the next blob's bytes, but for what is still to be copied from plain memory: that is added to `copied`.
+        For devices that copy some of them: the event with which they begin to."""
         begin, size_bytes = blob * self._layout.blob_bytes, self._layout.blob_size(blob)
-        filled, begun, copied = 0, {}, []
+        filled, begun = 0, {}
         while self._pending is not None and self._pending.start < begin + size_bytes:
             start, source = self._pending
             if source.is_cuda and source.device not in begun:
@@ -254,7 +274,6 @@ class _Copies:
             more = rest is not None and rest.numel()
             self._pending = _Copy(start + here, rest) if more else next(self._copies, None)
         buffer[filled:size_bytes].zero_()  # the next tensor begins in the next blob
-        arena.copy(copied)
         return begun
 
 
