@@ -248,10 +248,8 @@ def imports_are_declared(tree: Tree) -> Iterator[str]:
     runtime = {_package(text) for text in project.get("dependencies", [])}
     project_extras = project.get("optional-dependencies", {})
     extras = {_package(text) for extra in project_extras.values() for text in extra}
-    places = {
-        "torch": ("torch/", "offload/"),
-        "plan": ("offload/", "checkpoint/pictures.py"),
-    }  # others are for the room of their name
+    # Extras that are not named here are for the room of their name.
+    places = {"torch": ("torch/", "offload/"), "plan": ("offload/", "checkpoint/pictures.py")}
     rooms = [
         (f"{SOURCE}{place}", {_package(text) for text in texts})
         for extra, texts in project_extras.items()

@@ -351,6 +351,20 @@ def test_after_ctrl_c_nobody_copies(monkeypatch: pytest.MonkeyPatch):
     assert len(copied) == then
 
 
+def test_what_was_put_in_order_does_not_wait_for_all_blobs(monkeypatch: pytest.MonkeyPatch):
+    """At each blob's end a part is put in order: kept until all is copied, they would be a sixteenth of the state."""
+    monkeypatch.setattr(form, "BLOB_BYTES_MIN", 4 * MIB)
+    tall = torch.arange(4_000_000, dtype=torch.float32).view(2000, 2000).t()
+    layout, arena = lay_out([Share("w", tall, None, None)], None), Arena(None)
+    arena.prepare(layout, False)
+    late: list[torch.Tensor] = []
+    monkeypatch.setattr(Arena, "copy", lambda self, copies: late.extend(source for _, source in copies))
+    stream = b"".join(bytes(each.view()) for each in stage(layout, arena, lambda: None, at_once=True))
+    assert layout.blobs > 2
+    assert late == []
+    assert stream[: tall.numel() * 4] == tall.contiguous().numpy().tobytes()
+
+
 def test_a_tensor_that_does_not_lie_in_order_takes_no_memory_beyond_the_cap(tmp_path: Path):
     tall = torch.arange(16_000_000, dtype=torch.float32).view(4000, 4000)  # 64 MB
     first = tall[:500].t()  # has the system load what torch needs for it

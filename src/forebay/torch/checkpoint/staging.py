@@ -253,7 +253,8 @@ class _Copies:
         begin, size_bytes = blob * self._layout.blob_bytes, self._layout.blob_size(blob)
         filled, begun = 0, {}
         while self._pending is not None and self._pending.start < begin + size_bytes:
-            start, source = self._pending
+            start, source, passing = self._pending
+            passing = passing or not is_run(source)
             if source.is_cuda and source.device not in begun:
                 begun[source.device] = _event(source.device)
             here = min(begin + size_bytes - start, _size_bytes(source))
@@ -266,13 +267,14 @@ class _Copies:
             else:  # on a GPU what is conjugated is so there: torch does it here before the bytes have come
                 data = bytes_of(source)
                 rest = data[here:]
-                if data.device.type == "cpu" and type(data) is torch.Tensor:  # what is made of tensors copies itself
+                # What is made of tensors copies itself; and what was put in order is copied now, so that it can go.
+                if data.device.type == "cpu" and type(data) is torch.Tensor and not passing:
                     copied.append((place, data[:here]))
                 else:
                     place.copy_(data[:here], non_blocking=source.is_cuda)
             filled = at + here
             more = rest is not None and rest.numel()
-            self._pending = _Copy(start + here, rest) if more else next(self._copies, None)
+            self._pending = _Copy(start + here, rest, passing) if more else next(self._copies, None)
         buffer[filled:size_bytes].zero_()  # the next tensor begins in the next blob
         return begun
 
@@ -282,6 +284,7 @@ class _Copy(NamedTuple):
 
     start: int
     source: torch.Tensor
+    passing: bool = False  # memory that was taken to put it in order
 
 
 def _copies(layout: Layout) -> Iterator[_Copy]:
