@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -303,10 +304,10 @@ def test_what_moves_on_a_join_and_a_drain_comes_from_the_nodes_that_have_it(
 
     # what only a drained node has, whose process still runs
     ids = until_all_are("active", *nodes)
-    alone = {f"late-{number}": pattern(300_000, number) for number in range(12)}
-    for key, body in alone.items():
+    keys = (key for number in range(1000) if home_of(nodes[0], key := f"late-{number}") == ids[0])
+    owned = {key: pattern(300_000, number) for number, key in enumerate(islice(keys, 4))}
+    for key, body in owned.items():
         (tmp_path / "bucket" / key).write_bytes(body)
-    owned = {key: body for key, body in alone.items() if home_of(nodes[0], key) == ids[0]}
     read(nodes[:1], owned)
     nodes[1].json("POST", "cluster/wish", {"node": ids[0], "wish": "draining"})
     until_all_are("gone", *nodes[1:], count=1)
