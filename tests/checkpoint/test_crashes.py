@@ -1,8 +1,7 @@
 """Training that is killed at any moment goes on from what was reported durable, with the same losses, bit by bit.
 
 Blobs are long enough to go to the disk past the page cache. `FOREBAY_KILLS` sets the number of kills for each of the
-three stories (one process; two ranks; the node), 2 by default: the run behind the promise had 100 each for one process
-and two ranks.
+three stories (one process; two ranks; the node), 2 by default: the run behind the promise had 100 of each.
 """
 
 from __future__ import annotations
@@ -22,9 +21,11 @@ from tests.checkpoint.crash_trainer import fork, read
 from tests.node.conftest import NodeProcess
 from tests.patience import PATIENCE_S, until
 
-pytestmark = pytest.mark.real
-
 KILLS = int(os.environ.get("FOREBAY_KILLS", "2"))
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.timeout(300 + 15 * KILLS),  # a kill takes three to five seconds, on a busy machine more
+]
 STEPS = 10
 WHERE = sys.maxsize  # a seed of its own for each run: kills are to be anywhere
 
