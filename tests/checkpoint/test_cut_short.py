@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from forebay.client.sync import Client
 from forebay.core.errors import Closed, Precondition
 from forebay.core.types import LOCAL_URL, Bucket
 from forebay.torch import Checkpointer
+from forebay.torch.checkpoint.saving import Save
 from tests.checkpoint.crash_trainer import fork
 from tests.checkpoint.test_ranks import ranks
 from tests.node.conftest import NodeProcess
@@ -103,3 +105,36 @@ def test_a_fork_that_saves_too_is_another_job(node: NodeProcess, tmp_path: Path)
         assert restored is not None
         assert (restored.skipped, found["w"].unique().tolist()) == ([], [2.0])
         assert checkpoints.list()[0].token[:8] != before[:8]
+
+
+@pytest.mark.parametrize(
+    ("owner", "at"),
+    [
+        (Checkpointer, "_stage"),
+        (Checkpointer, "_trees"),
+        (Save, "start"),
+        (Save, "finish"),
+        (threading.Thread, "start"),
+    ],
+)
+@pytest.mark.parametrize("wait", [False, True])
+def test_an_interrupt_at_any_step_of_a_save_leaves_nobody_waiting(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch, owner: Any, at: str, wait: bool
+):
+    """Between copying and handing over, too: `close` waited for ever for a thread that had not begun."""
+    whole, training, hits = getattr(owner, at), threading.current_thread(), iter([1])
+
+    def interrupted(self: Any, *args: Any, **more: Any) -> Any:
+        if threading.current_thread() is training and next(hits, None):
+            raise KeyboardInterrupt
+        return whole(self, *args, **more)
+
+    with Checkpointer(f"runs/cut-{owner.__name__}-{at}-{wait}", url=node.endpoint) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(1000)}, wait=True)
+        monkeypatch.setattr(owner, at, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(2, {"w": torch.ones(1000)}, wait=wait)
+        assert checkpoints.save(3, {"w": torch.ones(1000)}, wait=True).done
+        assert [found.step for found in checkpoints.list()] == [3, 1]
+    names = [thread.name for thread in threading.enumerate() if "copy" not in thread.name]
+    assert not [name for name in names if name.startswith("checkpoint-")]

@@ -20,7 +20,7 @@ from torch import nn
 
 from forebay.client.sync import Client
 from forebay.core import checkpoint as form
-from forebay.core.errors import Corrupt, Invalid, Precondition, Unavailable
+from forebay.core.errors import Corrupt, Invalid, NotFound, Precondition, Unavailable
 from forebay.core.types import LOCAL_URL, Bucket
 from forebay.ports import clock
 from forebay.torch import Checkpointer, RandomState
@@ -515,3 +515,48 @@ def test_a_tensor_of_another_dtype_is_converted_where_it_lies(node: NodeProcess)
             checkpoints.restore({"w": found})
         checkpoints.restore({"w": found}, strict=False)
         assert found.unique().tolist() == [1.5]
+
+
+# --- what does not count ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_holds_parts_of_a_damaged_checkpoint_is_never_called_restored(node: NodeProcess, strict: bool):
+    place = f"runs/half-{strict}"
+    with saver(node, place) as checkpoints, Client(node.endpoint) as client:
+        checkpoints.save(1, {"model": whole(1.0)}, wait=True)
+        manifest = checkpoints.save(2, {"model": whole(2.0), "average": whole(2.0)}, wait=True).manifest
+        assert manifest is not None
+        name = checkpoints.repository.prefix + form.blob_name(manifest.sequence, manifest.token, 0, 0)
+        data = bytearray(client.get("runs", name))
+        data[0] ^= 1
+        client.put("runs", name, bytes(data))
+        with pytest.raises(Corrupt, match="no checkpoint of"):
+            checkpoints.restore({"model": whole(0.0), "average": whole(0.0)}, strict=strict)
+        model = whole(0.0)
+        restored = checkpoints.restore({"model": model}, strict=strict)  # the older one has all of that
+        assert restored is not None
+        assert restored.step == 1
+        assert bool((model["w"] == 1.0).all())
+
+
+def test_what_is_not_there_any_more_is_not_durable_in_the_bucket(node: NodeProcess):
+    """The node has nothing to flush of what it does not know."""
+    with saver(node, "runs/gone") as checkpoints, Client(node.endpoint) as client:
+        handle = checkpoints.save(1, whole(1.0), wait=True)
+        assert handle.manifest is not None
+        for name, _ in handle.manifest.objects():
+            client.delete("runs", checkpoints.repository.prefix + name)
+        with pytest.raises(NotFound, match="save again"):
+            handle.durable("bucket", timeout_s=PATIENCE_S)
+
+
+def test_a_failure_is_told_although_the_next_save_came_first(node: NodeProcess):
+    place = "runs/passed-over"
+    with saver(node, place) as other:
+        mine = saver(node, place)
+        mine.save(1, whole(1.0), wait=True)
+        other.save(2, whole(2.0), wait=True)
+        failed = mine.save(3, whole(3.0))
+        until(lambda: failed.done, "it fails, since another job has its number")
+        assert mine.save(4, whole(4.0), wait=True).done
+        with pytest.raises(Precondition, match="another job saved checkpoint 2"):
+            mine.close()

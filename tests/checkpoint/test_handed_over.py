@@ -365,6 +365,15 @@ def test_what_was_put_in_order_does_not_wait_for_all_blobs(monkeypatch: pytest.M
     assert stream[: tall.numel() * 4] == tall.contiguous().numpy().tobytes()
 
 
+@pytest.mark.parametrize(("cap_mib", "sizes_mib"), [(66, [65]), (66, [65, 64, 66]), (256, [1024, 512, 128, 1024])])
+def test_buffers_stay_below_the_cap_as_states_come(cap_mib: int, sizes_mib: list[int]):
+    arena = Arena(cap_mib * MIB)
+    for size_mib in sizes_mib:
+        share = Share("w", torch.empty(size_mib * MIB, dtype=torch.uint8), None, None)
+        arena.prepare(lay_out([share], cap_mib * MIB), pinned=False)
+        assert 0 < arena.held_bytes <= cap_mib * MIB
+
+
 def test_a_tensor_that_does_not_lie_in_order_takes_no_memory_beyond_the_cap(tmp_path: Path):
     tall = torch.arange(16_000_000, dtype=torch.float32).view(4000, 4000)  # 64 MB
     first = tall[:500].t()  # has the system load what torch needs for it

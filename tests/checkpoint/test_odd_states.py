@@ -9,6 +9,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -175,3 +176,73 @@ def test_arrays_are_saved_without_a_copy_where_they_lie_in_order(
         assert checkpoints.restore({"a": found}) is not None
         assert np.array_equal(found["array"], array)
     assert any(lying) == (array.flags.c_contiguous and array.flags.writeable)
+
+
+# --- memory that two names have --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("first", ["model", "best"])
+def test_what_was_saved_apart_and_lies_together_now_is_restored_apart(node: NodeProcess, first: str):
+    """As at a first start, where the best weights so far are those of the model."""
+    place = f"runs/alias-{first}"
+    model = torch.nn.Linear(4, 4)
+    best = {key: value.clone() + 100 for key, value in model.state_dict().items()}
+    with saver(node, place) as checkpoints:
+        checkpoints.save(1, {"model": model, "best": best}, wait=True)
+    fresh = torch.nn.Linear(4, 4)
+    into: dict[str, Any] = {"model": fresh, "best": fresh.state_dict()}
+    with saver(node, place) as checkpoints:
+        checkpoints.restore({name: into[name] for name in sorted(into, key=lambda name: name != first)})
+    for key, value in model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[key], value)
+        assert torch.equal(into["best"][key], best[key])
+
+
+def test_what_was_saved_as_one_tensor_reaches_both_that_it_is_now(node: NodeProcess):
+    place, one = "runs/tied-apart", torch.arange(4.0)
+    with saver(node, place) as checkpoints:
+        checkpoints.save(1, {"w": one, "average": one}, wait=True)
+        w, average = torch.zeros(4), torch.zeros(4)
+        checkpoints.restore({"w": w, "average": average})
+        assert torch.equal(w, one)
+        assert torch.equal(average, one)
+        with pytest.raises(Invalid, match=r"shape \(7,\), not \(4,\)"):
+            checkpoints.restore({"w": w, "average": torch.zeros(7)})
+
+
+def test_the_same_bytes_with_another_sign_are_another_tensor(node: NodeProcess):
+    x = torch.tensor([1 + 2j, 3 + 4j])
+    state = {"x": x, "conjugate": x.conj(), "imaginary": x.imag, "negative": x.conj().imag}
+    into: dict[str, Any] = {}
+    with saver(node, "runs/lazy") as checkpoints:
+        checkpoints.save(1, {"state": state}, wait=True)
+        checkpoints.restore({"state": into})
+    for name, value in state.items():
+        assert torch.equal(into[name], value), name
+
+
+@pytest.mark.parametrize(
+    "value", [np.ma.masked_array([1.0, 2.0], [0, 1]), np.arange(3, dtype=">f4")], ids=["mask", "big"]
+)
+def test_arrays_that_would_lose_something_are_refused_by_name(node: NodeProcess, value: Any):
+    with saver(node, "runs/arrays") as checkpoints, pytest.raises(Invalid, match="state/v: "):
+        checkpoints.save(1, {"state": {"v": value}})
+
+
+def test_an_index_whose_sizes_are_not_those_of_its_elements_is_damage(node: NodeProcess):
+    """Such a tensor would be read past the end of the stream."""
+    with saver(node, "runs/sizes") as checkpoints, Client(node.endpoint) as client:
+        state: dict[str, Any] = {"state": {"w": torch.arange(1000.0)}}
+        checkpoints.save(1, state, wait=True)
+        manifest = checkpoints.save(2, state, wait=True).manifest
+        assert manifest is not None
+        prefix = checkpoints.repository.prefix
+        name = prefix + form.index_name(manifest.sequence, manifest.token, 0)
+        index = bytes(client.get("runs", name)).replace(b'"dtype":"float32"', b'"dtype":"float64"')
+        client.put("runs", name, index)
+        part = form.RankPart(form.digest_of(index), len(index), manifest.ranks[0].blobs)
+        for ranks_, said in (((part,), "another size than its elements"), ((), "names nobody who saved")):
+            forged = msgspec.structs.replace(manifest, ranks=ranks_)
+            client.put("runs", prefix + form.manifest_name(manifest.sequence), forged.to_bytes())
+            restored = checkpoints.restore({"state": {}})
+            assert restored is not None
+            assert restored.step == 1
+            assert said in restored.skipped[0]

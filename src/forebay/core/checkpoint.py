@@ -153,7 +153,10 @@ class Manifest(msgspec.Struct, frozen=True):
             raise Corrupt("a manifest is damaged: restore an older checkpoint, and delete this one")
         if _decoded(body, _Format).format != FORMAT:
             raise Invalid(f"this checkpoint is not of format {FORMAT}: use the release of Forebay that saved it")
-        return _decoded(body, Manifest)
+        manifest = _decoded(body, Manifest)
+        if not manifest.ranks:
+            raise Corrupt("a manifest names nobody who saved: restore an older checkpoint, and delete this one")
+        return manifest
 
     def objects(self) -> Iterator[tuple[str, int]]:
         """Names below the run's prefix, and sizes, of all objects but the manifest."""

@@ -121,6 +121,7 @@ class Checkpointer:
         self._began_s = clock.monotonic_s()
         self._sequence: int | None = None  # of the last save that was begun; None: not asked yet
         self._last: SaveHandle | None = None
+        self._passed_over: list[SaveHandle] = []  # they failed, and the next save came before anybody was told
         self._last_step: int | None = None
         self._away = False  # the bucket did not answer when it was asked last
         self._signalled = False
@@ -133,13 +134,14 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if error is not None and self._last is not None:
-            self._last._told = True  # what ends the job is not to be hidden
+        if error is not None:
+            for handle in self._saves():
+                handle._told = True  # what ends the job is not to be hidden
         self.close()
 
     def close(self) -> None:
-        """Wait for the save under way, and give back connections and groups. Raises, after that, why the last save
-        failed, if nobody was told; at the end of a `with` that an error ends, it is only logged."""
+        """Wait for the save under way, and give back connections and groups. Raises, after that, why a save failed, if
+        nobody was told; at the end of a `with` that an error ends, it is only logged."""
         if self._closed:
             return
         self._closed = True
@@ -154,8 +156,8 @@ class Checkpointer:
                 log.warning("this run is not recorded as ended: %s", error)
         self._client.close()
         self._ranks.close()
-        if self._last is not None and self._untold():
-            self._last.durable()
+        if (untold := self._untold()) is not None:
+            untold.durable()
 
     # --- saving ------------------------------------------------------------------------------------------------------
     def save(self, step: int, state: Mapping[str, Any], *, wait: bool = False) -> SaveHandle:
@@ -164,22 +166,42 @@ class Checkpointer:
         The values of `state` are objects with `state_dict()` (modules, optimizers, loaders), or states themselves:
         dictionaries, lists, numbers, text, bytes, tensors, arrays. With `wait` it returns when the checkpoint counts.
 
-        `Invalid`, on every rank, if something in the state cannot be saved. Waits for a save that is still under way.
-        What happens later (a full disk, another job's checkpoint) is in the handle.
+        `Invalid` if something in the state cannot be saved; on other ranks it is in the handle, and the next
+        `maybe_save` raises it on all. Waits for a save that is still under way. What happens later (a full disk,
+        another job's checkpoint) is in the handle.
         """
         if self._closed:
             raise Closed("this checkpointer was closed: make another one")
         step = _whole(step)
         self._look_for_fork()
         self._wait_for_last(step)
+        self._passed_over = [handle for handle in self._saves() if handle.error is not None and not handle._told]
         began_s = clock.monotonic_s()
         terms = self._terms(step)
         handle = SaveHandle(terms, self.repository, self._patience_s)
         niceness = 0 if wait else NICENESS
         work = Save(handle, terms, self.repository, self._ranks, self._arena, self._patience_s, niceness, self._pace)
+        self._last, self._last_step = handle, step
+        try:
+            work.start()
+            failed = self._begun(state, work, wait, began_s)
+        except BaseException as error:  # Ctrl-C, sys.exit() in a handler: the script wants to end
+            stopped = Closed(f"the save of step {step} was interrupted: the last one before it counts")
+            work.finish(None, {}, "", stopped, self._ended)
+            handle._told = not isinstance(error, Exception)
+            raise
+        if failed is not None:
+            handle._told = self._ranks.world == 1  # else `maybe_save` tells all ranks
+            raise failed
+        if wait:
+            handle.durable()
+        return handle
+
+    def _begun(self, state: Mapping[str, Any], work: Save, wait: bool, began_s: float) -> ForebayError | None:
+        """Copy the state, and hand the rest to the save's thread; what was wrong with the state."""
+        handle, flat, alike = work.handle, Flat(), ""
         layout: Layout | None = None
-        flat, alike, failed = Flat(), "", None
-        interrupt: BaseException | None = None
+        failed: ForebayError | None = None
         try:
             layout, alike = self._stage(state, flat, work, wait)
         except ForebayError as error:
@@ -187,19 +209,11 @@ class Checkpointer:
         except Exception as error:  # the ranks wait for this one to say so
             failed = Bug(f"the state could not be copied: {error!r}: please report this")
             failed.__cause__ = error
-        except BaseException as error:  # Ctrl-C, sys.exit() in a handler: the script wants to end
-            failed, interrupt = Closed(f"the save of step {step} was interrupted: the last one before it counts"), error
         handle.staged_s = clock.monotonic_s()
         handle.stall_s = handle.staged_s - began_s
-        self._last, self._last_step = handle, step
         self._interval.saved(clock.monotonic_s(), handle.stall_s)
         work.finish(layout, self._trees(flat), alike, failed, self._ended)
-        if failed is not None:
-            handle._told = True
-            raise interrupt or failed
-        if wait:
-            handle.durable()
-        return handle
+        return failed
 
     def _stage(self, state: Mapping[str, Any], flat: Flat, work: Save, wait: bool) -> tuple[Layout, str]:
         if not state:
@@ -229,6 +243,7 @@ class Checkpointer:
         the parent has under way is the parent's."""
         if self._pid != os.getpid():
             self._pid, self._token_base, self._last = os.getpid(), SystemChance().token_hex(4), None
+            self._passed_over = []
 
     def _wait_for_last(self, step: int) -> None:
         last = self._last
@@ -309,7 +324,7 @@ class Checkpointer:
         It is time when `every` says so and the last save is done; at once after a signal of `on_signal`, and then it
         returns when the checkpoint is durable.
 
-        Raises, on all ranks and once, why the last save failed, unless its handle's `durable` did: catch
+        Raises, on all ranks and once, why an earlier save failed, unless its handle's `durable` did: catch
         `ForebayError` if training shall go on without that checkpoint, and the next save comes when it is due.
         """
         self._look_for_fork()
@@ -317,17 +332,22 @@ class Checkpointer:
         if urgent:  # never the other way: a signal may come while the ranks agree
             self._signalled = True
         else:
-            due, failed = self._ranks.first((self._due(step), self._untold()))
-            if failed and self._last is not None:
-                self._last.durable()  # waits where the end is not known yet, so that all ranks raise at this step
-            if failed or not due:
+            untold = self._untold()
+            due, failed = self._ranks.first((self._due(step), untold and untold.sequence))
+            for handle in self._saves():
+                if handle.sequence == failed:
+                    handle.durable()  # waits where the end is not known yet, so that all ranks raise at this step
+            if failed is not None or not due:
                 return None
         return self.save(step, state() if callable(state) else state, wait=urgent)
 
-    def _untold(self) -> bool:
-        """Whether the last save failed and nobody was told."""
-        last = self._last
-        return last is not None and last.done and last.error is not None and not last._told
+    def _saves(self) -> list[SaveHandle]:
+        """The last, and those before it whose end nobody was told."""
+        return [*self._passed_over, *([self._last] if self._last is not None else [])]
+
+    def _untold(self) -> SaveHandle | None:
+        """The first save that failed and nobody was told."""
+        return next((each for each in self._saves() if each.done and each.error is not None and not each._told), None)
 
     def _due(self, step: int) -> bool:
         if self._last is not None and not self._last.done:
@@ -378,8 +398,9 @@ class Checkpointer:
         began_s = clock.monotonic_s()
         wanted = None if step == "latest" else step
         tried: dict[int, str] = {}  # by sequence, and what was wrong
+        touched: set[str] = set()  # paths of tensors that hold parts of a damaged one
         while (sequence := self._untried(wanted, tried)) is not None:
-            found = self._try(sequence, into, strict)
+            found = self._try(sequence, into, strict, touched)
             if isinstance(found, Restored):
                 took_s = self._life.restored_s + clock.monotonic_s() - began_s
                 self._life = msgspec.structs.replace(self._life, restored_s=took_s, saved_s=self._now_s())
@@ -403,14 +424,16 @@ class Checkpointer:
             0.0 if self._away else OUTAGE_S,
         )
 
-    def _try(self, sequence: int, into: Mapping[str, Any], strict: bool) -> Restored | str:
-        """Restore one checkpoint on all ranks, or why it cannot be."""
-        plan, damage = self._on_all(lambda: self._plan(sequence, into, strict))
+    def _try(self, sequence: int, into: Mapping[str, Any], strict: bool, touched: set[str]) -> Restored | str:
+        """Restore one checkpoint on all ranks, or why it cannot be. `touched` gets what is read of one that is not
+        whole: another counts only if it overwrites all of that."""
+        plan, damage = self._on_all(lambda: self._plan(sequence, into, strict, touched))
         if damage is not None:
             return damage
         assert plan is not None, "nobody found a fault"
         _, damage = self._on_all(lambda: self._patient(plan.read))
         if damage is not None:
+            touched |= plan.paths
             return damage
         for name, value in plan.values.items():
             put_back(into[name], value, strict)
@@ -437,12 +460,27 @@ class Checkpointer:
                 raise failed
         return value, next((str(found) for found, _ in said if found is not None), None)
 
-    def _plan(self, sequence: int, into: Mapping[str, Any], strict: bool) -> Plan:
+    def _plan(self, sequence: int, into: Mapping[str, Any], strict: bool, touched: Collection[str]) -> Plan:
+        try:
+            plan = self._fitting(sequence, into, strict)
+        except Invalid as error:
+            if not touched:
+                raise
+            raise Corrupt(f"{error.message} (and a newer one that is damaged was read before that was seen)") from error
+        if left := sorted(set(touched) - plan.paths):
+            raise Corrupt(f"it has no {', '.join(left[:3])}, which hold parts of a newer one that is damaged")
+        return plan
+
+    def _fitting(self, sequence: int, into: Mapping[str, Any], strict: bool) -> Plan:
+        """The plan, if what was saved fits what is wanted."""
         manifest = self._patient(lambda: self.repository.manifest(sequence))
         missing = self._patient(lambda: self.repository.damage(manifest, known=self._away))
         if missing is not None:
             raise Corrupt(str(missing))
         plan = Plan(Source(self.repository, manifest, self._own), self._ranks, strict)
+        for name, wanted in into.items():
+            self._patient(partial(plan.look, name, wanted))
+        plan.part()
         for name, wanted in into.items():
             self._patient(partial(plan.add, name, wanted))
         lacking = [name for name in plan.absent if name not in self._own]

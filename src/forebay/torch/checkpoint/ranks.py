@@ -132,6 +132,9 @@ def shares(leaves: Sequence[Leaf], ranks: Ranks, own: Collection[str]) -> tuple[
         if not is_distributed(leaf.tensor):
             equal.append(leaf)
             continue
+        if not leaf.tensor.numel():  # nobody has a part of it
+            equal.append(Leaf(leaf.path, torch.empty(leaf.tensor.shape, dtype=leaf.tensor.dtype)))
+            continue
         shard = shard_of(leaf.tensor, leaf.path)
         if shard is not None and shard.first_replica:
             mine.append(Share(leaf.path, shard.local, tuple(leaf.tensor.shape), shard.at))

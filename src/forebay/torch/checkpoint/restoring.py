@@ -59,7 +59,7 @@ class Source:
 
     def index(self, rank: int) -> Index:
         if rank not in self._indexes:
-            self._indexes[rank] = self._repository.index(self.manifest, rank)
+            self._indexes[rank] = _sound(self._repository.index(self.manifest, rank))
         return self._indexes[rank]
 
     def stream(self, rank: int) -> Stream:
@@ -111,6 +111,14 @@ class Source:
         return self._shared
 
 
+def _sound(index: Index) -> Index:
+    """The index, if the size of each entry is that of its elements."""
+    for entry in index.entries:
+        if math.prod(entry.shape) * dtype_of(entry.dtype).itemsize != entry.size_bytes:
+            raise Corrupt(f"{entry.path} has another size than its elements: restore an older checkpoint")
+    return index
+
+
 class Target(NamedTuple):
     """Memory that is to hold the elements of `box` of the whole tensor."""
 
@@ -131,16 +139,52 @@ class Plan:
         self._ranks = ranks
         self._strict = strict
         self._targets: dict[str, tuple[torch.Tensor, Target | None]] = {}
+        self._now: dict[str, Any] = {}  # by name: its tensors stay where `look` saw them
+        self._places: list[tuple[torch.device, int, int, str]] = []
+        self._shared: set[str] = set()
+
+    @property
+    def paths(self) -> set[str]:
+        """Of the tensors that are read into memory."""
+        return {path for path, (_, target) in self._targets.items() if target is not None}
+
+    def look(self, name: str, wanted: Any) -> None:
+        """Note where the tensors of `wanted` lie now. All names are looked at before any is added."""
+        if self._source.has(name, self._ranks.rank):
+            self._now[name] = wanted.state_dict() if hasattr(wanted, "state_dict") else wanted
+            rebuild(self._tree(name, wanted), self._note, self._now[name])
+
+    def _note(self, path: str, template: torch.Tensor | None) -> torch.Tensor:
+        local: Any = template.to_local() if is_distributed(template) else template  # type: ignore[union-attr]
+        if type(local) in (torch.Tensor, torch.nn.Parameter) and local.numel() and local.device.type != "meta":
+            begin = local.data_ptr()
+            last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+            self._places.append((local.device, begin, begin + (last + 1) * local.element_size(), path))
+        return torch.empty(0)
+
+    def part(self) -> None:
+        """What was saved apart and lies in the same memory now gets new memory, and `put_back` copies it: read there,
+        the one would overwrite the other."""
+        self._places.sort(key=lambda place: (str(place[0]), place[1]))
+        furthest: tuple[torch.device, int, int, str] | None = None
+        for place in self._places:
+            if furthest is not None and place[0] == furthest[0] and place[1] < furthest[2]:
+                if place[3] != furthest[3]:
+                    self._shared |= {place[3], furthest[3]}
+                if place[2] <= furthest[2]:
+                    continue
+            furthest = place
+
+    def _tree(self, name: str, wanted: Any) -> Any:
+        tree = self._source.tree(name, self._ranks.rank)
+        return _numbered(tree) if isinstance(wanted, torch.optim.Optimizer) else tree
 
     def add(self, name: str, wanted: Any) -> None:
         """Plan to restore `wanted` (an object with `state_dict`, or a state itself) from what was saved as `name`."""
         if not self._source.has(name, self._ranks.rank):
             self.absent.append(name)
             return
-        now = _with_optimizer_shapes(wanted) if hasattr(wanted, "state_dict") else wanted
-        tree = self._source.tree(name, self._ranks.rank)
-        if isinstance(wanted, torch.optim.Optimizer):
-            tree = _numbered(tree)
+        now, tree = _with_optimizer_shapes(wanted, self._now[name]), self._tree(name, wanted)
         if isinstance(wanted, torch.optim.Optimizer) and (differs := _other_parameters(tree, now)):
             if self._strict:
                 self.differences.append(f"{name} {differs}")
@@ -166,10 +210,12 @@ class Plan:
         self.differences += [f"{name}/{key} is only in the checkpoint" for key in sorted(saved - set(now))]
 
     def _tensor(self, path: str, template: torch.Tensor | None) -> torch.Tensor:
-        if path in self._targets:
-            return self._targets[path][0]
         entry = self._source.parts(path, self._ranks.rank)[0].entry
         dtype, shape = dtype_of(entry.dtype), entry.whole_shape
+        if path in self._targets:  # two names of what was one tensor
+            if template is not None and tuple(template.shape) != shape:
+                self.differences.append(f"a tensor saved as {path} has shape {tuple(template.shape)}, not {shape}")
+            return self._targets[path][0]
         if template is not None and tuple(template.shape) != shape:
             self.differences.append(f"{path} has shape {tuple(template.shape)} and was saved as {shape}")
             template = None
@@ -177,6 +223,8 @@ class Plan:
             if self._strict:
                 self.differences.append(f"{path} is {dtype_name(template.dtype)} and was saved as {entry.dtype}")
             template = torch.empty_like(template, dtype=dtype) if is_distributed(template) else None  # it is converted
+        if template is not None and path in self._shared:
+            template = torch.empty_like(template)
         if template is None:
             self._source.whole(path, self._ranks.rank)
         result, target = _placed(path, shape, dtype, template)
@@ -318,13 +366,17 @@ def _numbered(tree: Any) -> Any:
             return [key, node]
         return [key, {"d": [[int(k) if isinstance(k, str) and k.isdigit() else k, v] for k, v in node["d"]]}]
 
-    return {"d": [renamed(key, node) for key, node in tree["d"]]} if isinstance(tree, dict) and "d" in tree else tree
+    if not isinstance(tree, dict) or "d" not in tree:
+        return tree
+    nodes = [renamed(key, node) for key, node in tree["d"]]
+    if all(key != "state" for key, _ in nodes):  # it leaves out dictionaries that are empty, too
+        nodes.append(["state", {"d": []}])
+    return {"d": nodes}
 
 
-def _with_optimizer_shapes(wanted: Any) -> Any:
-    """The state that `wanted` has now. An optimizer that has not stepped has none of its own, so it gets the places
+def _with_optimizer_shapes(wanted: Any, now: Any) -> Any:
+    """`now`, the state that `wanted` has. An optimizer that has not stepped has none of its own, so it gets the places
     that its parameters' shapes say: a DTensor's state is sharded like its parameter."""
-    now = wanted.state_dict()
     if not isinstance(wanted, torch.optim.Optimizer) or now["state"]:
         return now
     parameters = [parameter for group in wanted.param_groups for parameter in group["params"]]
@@ -378,6 +430,17 @@ def put_back(wanted: Any, value: Any, strict: bool) -> None:
         wanted.update(value)
     elif isinstance(wanted, list):
         wanted[:] = value
-    elif wanted.dtype != value.dtype:  # else it was read into its own memory
+    elif not _is_read_into(wanted, value):
         with torch.no_grad():
             wanted.copy_(value)
+
+
+def _is_read_into(wanted: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the value was read into the tensor's own memory."""
+    if is_distributed(wanted) or is_distributed(value):
+        return value is wanted
+    first, second = (
+        (tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        for tensor in (wanted, value)
+    )
+    return first == second

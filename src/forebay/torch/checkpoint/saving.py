@@ -27,6 +27,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -38,7 +39,7 @@ from forebay.client.patience import with_patience
 from forebay.core import checkpoint as form
 from forebay.core.checkpoint import PIECE_BYTES, Index, Manifest, RankPart
 from forebay.core.checkpoint_pace import NONE, CoreTime, Pace
-from forebay.core.errors import Bug, ForebayError, Invalid, NotFound, Unavailable, from_wire
+from forebay.core.errors import Bug, Corrupt, ForebayError, Invalid, NotFound, Unavailable, from_wire
 from forebay.ports import clock
 from forebay.torch.checkpoint.ranks import Ranks
 from forebay.torch.checkpoint.staging import Arena, Filled, Layout
@@ -108,8 +109,9 @@ class SaveHandle:
         """Wait until the checkpoint counts: at the node (`tier`), or at the backend as well (`bucket`), so that it
         outlives the node. Its manifest. A node that restarts and a bucket that is away are waited for.
 
-        The save's own error if it failed; `Unavailable` when `timeout_s` have passed (for the bucket at the latest the
-        checkpointer's `patience_s`), and the save goes on.
+        The save's own error if it failed. For the bucket `NotFound` or `Corrupt` if the checkpoint is not there any
+        more (it was pruned, or its node was lost before the bucket had it): save again. `Unavailable` when `timeout_s`
+        have passed (for the bucket at the latest the checkpointer's `patience_s`), and the save goes on.
         """
         if level not in ("tier", "bucket"):
             raise Invalid(f"level={level!r}: durable in the 'tier' or in the 'bucket'")
@@ -166,6 +168,11 @@ def _flush(repository: Repository, manifest: Manifest, give_up_s: float) -> None
                     raise Unavailable(f"the node that flushed it started again ({error}): flush again") from error
             if job.state != "done" or job.units_failed:
                 raise Unavailable(f"the bucket does not take all of it: {'; '.join(job.errors) or job.state}")
+    if repository.manifest(manifest.sequence) != manifest:
+        raise Corrupt(f"checkpoint {manifest.sequence} was replaced by another one: give each job a prefix of its own")
+    damage = repository.damage(manifest)  # a node has nothing to flush of what it does not know
+    if damage is not None:
+        raise NotFound(f"{damage}: it was pruned, or its node lost it before the bucket had it: save again")
 
 
 class Sending:
@@ -321,6 +328,16 @@ class Sending:
         return RankPart(form.digest_of(index), len(index), blobs)
 
 
+class _End(NamedTuple):
+    """What `Save.finish` is told."""
+
+    layout: Layout | None
+    trees: dict[str, Any]
+    alike: str
+    failed: ForebayError | None
+    on_end: Callable[[SaveHandle], None]
+
+
 class Save(Sending):
     """Sends one rank's part of a checkpoint and joins the others'. `on_end` hears of the end, in the thread."""
 
@@ -337,6 +354,19 @@ class Save(Sending):
     ) -> None:
         super().__init__(handle, terms, repository, ranks.rank, arena, patience_s, niceness, pace)
         self._ranks = ranks
+        self._heard: queue.SimpleQueue[Layout | _End] = queue.SimpleQueue()
+        self._once = threading.Lock()
+        self._thread = threading.Thread(target=self._complete, name=f"checkpoint-{terms.sequence}")
+
+    def start(self) -> None:
+        """Before anything else. From then on the training's thread only says what has come about, in one step that no
+        Ctrl-C can cut in two; threads are started by the save's own."""
+        self._thread.start()
+
+    def send(self, layout: Layout, hurry: bool = False) -> None:
+        if hurry:
+            self.handle._hurry.set()
+        self._heard.put(layout)
 
     def finish(
         self,
@@ -346,19 +376,23 @@ class Save(Sending):
         failed: ForebayError | None,
         on_end: Callable[[SaveHandle], None],
     ) -> None:
-        """Everything is staged, or `failed`: the rest happens in a thread."""
-        if failed is not None:
-            self.fail(failed)
-        if layout is not None:
-            self.send(layout)
-        self.no_more()
-        threading.Thread(
-            target=self._complete, args=(layout, trees, alike, on_end), name=f"checkpoint-{self.terms.sequence}"
-        ).start()
+        """Everything is staged, or `failed`: the rest happens in the thread. Only the first call counts."""
+        if self._thread.ident is None:  # Ctrl-C came while it was started
+            with suppress(RuntimeError):  # it was
+                self._thread.start()
+        self._heard.put(_End(layout, trees, alike, failed, on_end))
 
-    def _complete(
-        self, layout: Layout | None, trees: dict[str, Any], alike: str, on_end: Callable[[SaveHandle], None]
-    ) -> None:
+    def _complete(self) -> None:
+        if not self._once.acquire(blocking=False):
+            return
+        while isinstance(heard := self._heard.get(), Layout):
+            super().send(heard)
+        layout, trees, alike, given_up, on_end = heard
+        if given_up is not None:
+            self.fail(given_up)
+        if layout is not None:
+            super().send(layout)
+        self.no_more()
         self.join()
         self.handle.stall_s = max(self.handle.stall_s, self.handle.held_s)  # in waves `save` waits for the copies
         part: RankPart | None = None

@@ -81,7 +81,8 @@ def lay_out(shares: Sequence[Share], memory_bytes: int | None) -> Layout:
             Entry(share.path, dtype_name(share.local.dtype), shape, offset, size_bytes, share.whole, share.at)
         )
     blob_bytes = form.blob_bytes_for(end)
-    if memory_bytes is not None and end > memory_bytes and blob_bytes * BUFFERS_MIN > memory_bytes:
+    held_bytes = end if end <= blob_bytes else BUFFERS_MIN * blob_bytes
+    if memory_bytes is not None and held_bytes > memory_bytes:
         blob_bytes = max(memory_bytes // BUFFERS_MIN // PIECE_BYTES, 1) * PIECE_BYTES
     return Layout(ordered, tuple(entries), end, blob_bytes)
 
@@ -151,7 +152,10 @@ class Arena:
             wanted = max(min(wanted, self.memory_bytes // layout.blob_bytes), min(wanted, BUFFERS_MIN))
         size = min(layout.blob_bytes, max(layout.stream_bytes, 1))
         inherited = self._pid != os.getpid()
-        if inherited or self._buffer_bytes < size or self._buffer_bytes > 2 * size or self._made > wanted:
+        fits = size <= self._buffer_bytes <= 2 * size and self._made <= wanted
+        if self.memory_bytes is not None and wanted * self._buffer_bytes > self.memory_bytes:
+            fits = fits and self._buffer_bytes == size
+        if inherited or not fits:
             self._pid = os.getpid()
             self._free, self._made, self._buffer_bytes = queue.SimpleQueue(), 0, size
         if inherited:  # its threads are the parent's

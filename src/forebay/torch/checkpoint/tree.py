@@ -111,7 +111,8 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What two names of one tensor have in common; empty where that cannot be said."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel():
         return ()
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    how = tensor.is_conj(), tensor.is_neg()  # lazily: the same bytes with another value
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), *how)
 
 
 def is_text(text: str) -> bool:
@@ -125,11 +126,13 @@ def is_text(text: str) -> bool:
 
 def _tensor_of(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
     """The array's own memory, or a copy where torch does not take that."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise Invalid(f"{path}: an array with a mask would be saved without it: save its data and its mask")
     if not (array.flags.c_contiguous and array.flags.writeable and type(array) is np.ndarray):
         array = np.array(array, copy=True, order="C")
     try:
         return torch.from_numpy(array)
-    except TypeError:
+    except (TypeError, ValueError):  # the latter for numbers in the other byte order
         raise Invalid(f"{path}: torch has no dtype for a NumPy array of {array.dtype}: convert it first") from None
 
 
