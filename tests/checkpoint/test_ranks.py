@@ -3,8 +3,10 @@ own."""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +205,47 @@ def test_a_fault_of_one_rank_is_every_ranks_and_nobody_waits(node: NodeProcess, 
             target = {"fine": [], **({"more": {}} if rank == 1 else {})}
             with pytest.raises(Invalid, match="no more"):
                 checkpoints.restore(target)
+
+    ranks(tmp_path, 2, work)
+
+
+def trained(checkpoints: Checkpointer, steps: Iterator[int]) -> None:
+    """Until something is told: the ranks agree meanwhile that the save failed."""
+    for step in steps:
+        assert checkpoints.maybe_save(step, {"state": {"v": 3}}) is None
+        time.sleep(0.01)
+
+
+def test_what_is_wrong_with_one_ranks_state_is_told_on_all(node: NodeProcess, tmp_path: Path):
+    def work(rank: int) -> None:
+        with Checkpointer("runs/one-cannot", url=node.endpoint, every=1) as checkpoints:
+            checkpoints.maybe_save(1, {"state": {"v": 1}})
+            state = {"state": {"v": object() if rank == 0 else 2}}
+            if rank == 0:
+                with pytest.raises(Invalid, match="cannot be saved"):
+                    checkpoints.save(2, state)
+            else:
+                checkpoints.save(2, state)
+            steps = itertools.count(3)
+            with pytest.raises(Invalid, match="rank 0: state/v is a"):
+                trained(checkpoints, steps)
+            handle = checkpoints.maybe_save(next(steps), {"state": {"v": 4}})
+            assert handle is not None
+            assert handle.durable().step > 3
+
+    ranks(tmp_path, 2, work)
+
+
+def test_tensors_without_elements_are_restored(node: NodeProcess, tmp_path: Path):
+    def work(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        state = {"empty": distribute_tensor(torch.empty(0, 4), mesh, [Shard(0)]), "w": torch.full((3,), 1.0)}
+        with Checkpointer("runs/no-elements", url=node.endpoint) as checkpoints:
+            checkpoints.save(1, {"state": state}, wait=True)
+            state["w"].zero_()
+            assert checkpoints.restore({"state": state}) is not None
+        assert state["empty"].shape == (0, 4)
+        assert bool((state["w"] == 1.0).all())
 
     ranks(tmp_path, 2, work)
 

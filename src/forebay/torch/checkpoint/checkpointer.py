@@ -332,8 +332,9 @@ class Checkpointer:
         if urgent:  # never the other way: a signal may come while the ranks agree
             self._signalled = True
         else:
+            due = self._due(step)  # first: what ends between the two is told before the next save
             untold = self._untold()
-            due, failed = self._ranks.first((self._due(step), untold and untold.sequence))
+            due, failed = self._ranks.first((due, untold and untold.sequence))
             for handle in self._saves():
                 if handle.sequence == failed:
                     handle.durable()  # waits where the end is not known yet, so that all ranks raise at this step
