@@ -156,8 +156,9 @@ class Checkpointer:
                 log.warning("this run is not recorded as ended: %s", error)
         self._client.close()
         self._ranks.close()
-        if (untold := self._untold()) is not None:
-            untold.durable()
+        for untold in self._untold():
+            if not untold._told:
+                untold.durable()
 
     # --- saving ------------------------------------------------------------------------------------------------------
     def save(self, step: int, state: Mapping[str, Any], *, wait: bool = False) -> SaveHandle:
@@ -175,7 +176,7 @@ class Checkpointer:
         step = _whole(step)
         self._look_for_fork()
         self._wait_for_last(step)
-        self._passed_over = [handle for handle in self._saves() if handle.error is not None and not handle._told]
+        self._passed_over = self._untold()
         began_s = clock.monotonic_s()
         terms = self._terms(step)
         handle = SaveHandle(terms, self.repository, self._patience_s)
@@ -191,7 +192,7 @@ class Checkpointer:
             handle._told = not isinstance(error, Exception)
             raise
         if failed is not None:
-            handle._told = self._ranks.world == 1  # else `maybe_save` tells all ranks
+            handle._told, handle._told_here_only = True, self._ranks.world > 1
             raise failed
         if wait:
             handle.durable()
@@ -334,9 +335,10 @@ class Checkpointer:
         else:
             due = self._due(step)  # first: what ends between the two is told before the next save
             untold = self._untold()
-            due, failed = self._ranks.first((due, untold and untold.sequence))
+            due, failed = self._ranks.first((due, untold[0].sequence if untold else None))
             for handle in self._saves():
                 if handle.sequence == failed:
+                    handle._told_here_only = False
                     handle.durable()  # waits where the end is not known yet, so that all ranks raise at this step
             if failed is not None or not due:
                 return None
@@ -346,9 +348,10 @@ class Checkpointer:
         """The last, and those before it whose end nobody was told."""
         return [*self._passed_over, *([self._last] if self._last is not None else [])]
 
-    def _untold(self) -> SaveHandle | None:
-        """The first save that failed and nobody was told."""
-        return next((each for each in self._saves() if each.done and each.error is not None and not each._told), None)
+    def _untold(self) -> list[SaveHandle]:
+        """The saves that failed, and that somebody was not told of."""
+        failed = (each for each in self._saves() if each.done and each.error is not None)
+        return [each for each in failed if each._told_here_only or not each._told]
 
     def _due(self, step: int) -> bool:
         if self._last is not None and not self._last.done:

@@ -77,6 +77,7 @@ class SaveHandle:
         self.staged_s = 0.0  # when the stall was over, monotonic
         self.ended_s: float | None = None  # when the save counted or failed, monotonic
         self._told = False  # somebody was raised `error`
+        self._told_here_only = False  # and it was the fault of this rank, so that others were not
         self._hurry = threading.Event()  # somebody waits for it, or nothing is left to send
         self._terms = terms
         self._repository = repository
