@@ -115,6 +115,14 @@ def wish_of(node: NodeProcess) -> set[str]:
     return {each["wanted"] for each in cluster_of(node)["nodes"]}
 
 
+def drained(program: Program, *command: str) -> bytes:
+    """What the program says; nothing if a node that gets no core for a lease is missing: then it is run again."""
+    running = program.process(*command)
+    out, err = running.communicate(timeout=PATIENCE_S)
+    assert running.returncode == 0 or b"is missing" in err, (out, err)
+    return out if running.returncode == 0 else b""
+
+
 def test_a_cluster_goes_to_zero_under_writers_and_the_next_one_is_warm(
     node: Make, etcd: servers.EtcdCluster, seaweed: servers.SeaweedFS, link: Shaper, tmp_path: Path
 ) -> None:
@@ -139,9 +147,7 @@ def test_a_cluster_goes_to_zero_under_writers_and_the_next_one_is_warm(
             first.send_signal(signal.SIGKILL)
         link.set(latency_s=0.0)
         os.kill(nodes[2].children()["engine"], signal.SIGKILL)
-        second = program.process(*command, "--json")
-        out, err = second.communicate(timeout=PATIENCE_S)
-        assert second.returncode == 0, (out, err)
+        out = until(lambda: drained(program, *command, "--json"), "that all have gone")
     finally:
         for writer in writers:
             writer.end()
