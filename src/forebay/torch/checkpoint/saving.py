@@ -153,7 +153,7 @@ class SaveHandle:
 
 def _flush(repository: Repository, manifest: Manifest, give_up_s: float) -> None:
     """Have the node flush a checkpoint, blobs before the manifest, and wait for it. `Unavailable` if it could not, or
-    not until `give_up_s`."""
+    not until `give_up_s`; `NotFound` or `Corrupt` if it is not there to be flushed."""
     prefix = repository.prefix
     names = tuple(prefix + name for name, _ in manifest.objects())
     for keys in (names, (prefix + form.manifest_name(manifest.sequence),)):
