@@ -1,7 +1,7 @@
 """A dataset in which a sample is the members of a shard that share a name: WebDataset's layout, read in any order.
 
-Theory. The node knows where each member of a tar or zip lies. A layout is computed from the names for each shard, as
-columns: which members make which sample, where they begin, how long they are. Parts of a sample usually lie side by
+Theory. The node knows where each member of a tar or zip lies. A layout (`layouts.py`) is computed from the names for
+each shard: which members make which sample, where they begin, how long they are. Parts of a sample usually lie side by
 side, so they are read as one range if little is between them. Layouts are kept up to LAYOUTS_BYTES_MAX and fetched
 again when needed, so that bounds a worker's memory.
 
@@ -10,8 +10,7 @@ shards (`order.Windows`) and has those counted that come next. The first epoch d
 permutation over all samples would begin by reading most shards. Which epochs do so depends on nothing that ranks may
 know differently: see docs/design/0007-cold-shards.md.
 
-Names are read as WebDataset reads them (`core/formats/samples.py`). WebDataset joins only neighbours into one sample;
-here all members of a shard with one key are one sample, and of two with the same name the last counts, as in tar.
+WebDataset joins only neighbours into one sample; here all members of a shard with one key are one sample.
 
 Invariants. (1) Samples are numbered by shard, in byte order of their keys, then in the order in which their first
 members appear. (2) A layout is of the listed version of its shard.
@@ -22,11 +21,10 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +34,7 @@ from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound
 from forebay.core.formats import tar
 from forebay.core.formats.listing import Listing
 from forebay.core.formats.members import Form, MemberIndex, build, form_of, of_ranges
-from forebay.core.formats.samples import dali_name, decode_dali, split
+from forebay.core.formats.samples import dali_name, decode_dali
 from forebay.core.messages.batch import Item
 from forebay.core.spelling import known_arguments
 from forebay.ports import clock
@@ -44,6 +42,7 @@ from forebay.torch.columns import Column, ListingColumns
 from forebay.torch.counting import Counting, Parts, Placed, block_and_inner, is_place, place_of, places_of
 from forebay.torch.dataset import Accesses, Dataset, OnError, Shuffle, block_rows, decoded, parameters, ranges
 from forebay.torch.decoders import Decoder, chosen
+from forebay.torch.layouts import Layout, lay_out
 from forebay.torch.order import Order, Windows, shuffled_blocks
 from forebay.torch.shard_counts import told_counts
 from forebay.torch.source import PATIENCE_S, Facts, Patient, Source
@@ -58,82 +57,6 @@ FIRST_BYTES = 16 * limits.MIB  # of the very first: it is read before the first 
 AHEAD_SHARE = 0.75  # of what the node can hold: a window and what is counted ahead of it
 HEADER_BYTES = 64 * limits.KIB  # read at once where headers lie close together
 log = logging.getLogger("forebay.torch")
-
-
-class Layout(NamedTuple):
-    """The samples of one shard. Sample i has the members `ends[i-1]`..`ends[i]`, in the order of their offsets."""
-
-    keys: bytes
-    key_ends: array[int]
-    ends: array[int]
-    offsets: array[int]
-    sizes: array[int]
-    kinds: array[int]  # of a member: which of `extensions` it has
-    extensions: tuple[str, ...]
-    plain: bool  # members are ranges of the shard; else they are asked for by name
-
-    @property
-    def samples(self) -> int:
-        return len(self.ends)
-
-    @property
-    def memory_bytes(self) -> int:
-        columns = (self.key_ends, self.ends, self.offsets, self.sizes, self.kinds)
-        return len(self.keys) + sum(len(column) * column.itemsize for column in columns)
-
-    def key(self, sample: int) -> str:
-        start = self.key_ends[sample - 1] if sample else 0
-        return self.keys[start : self.key_ends[sample]].decode("utf-8", "surrogateescape")
-
-    def first(self, samples: int) -> Layout:
-        """Of the first `samples` alone."""
-        members = self.ends[samples - 1] if samples else 0
-        return self._replace(
-            keys=self.keys[: self.key_ends[samples - 1] if samples else 0],
-            key_ends=self.key_ends[:samples],
-            ends=self.ends[:samples],
-            offsets=self.offsets[:members],
-            sizes=self.sizes[:members],
-            kinds=self.kinds[:members],
-        )
-
-    def members(self, sample: int) -> range:
-        return range(self.ends[sample - 1] if sample else 0, self.ends[sample])
-
-
-def lay_out(members: MemberIndex, parts: Sequence[str] = (), keep: Callable[[str], bool] | None = None) -> Layout:
-    """Group members to samples; with `parts`, only those extensions count, and with `keep`, samples of which it says
-    so by their keys."""
-    samples: dict[str, dict[str, tuple[int, int]]] = {}
-    plain = not members.plain
-    for number in range(len(members)):
-        member = members.member(number)
-        named = split(member.name)
-        if named and (not parts or named[1].lower() in parts):
-            samples.setdefault(named[0], {})[named[1]] = (member.start, member.size_bytes)
-            plain = plain and not member.method
-    extensions: dict[str, int] = {}
-    keys: list[bytes] = []
-    rows: list[tuple[int, int, int]] = []
-    ends = array("I")
-    for key, found in samples.items():
-        if keep is not None and not keep(key):
-            continue
-        keys.append(key.encode("utf-8", "surrogateescape"))
-        for extension, (offset, size) in sorted(found.items(), key=lambda part: part[1]):
-            rows.append((offset, size, extensions.setdefault(extension, len(extensions))))
-        ends.append(len(rows))
-    offsets, sizes, kinds = zip(*rows, strict=True) if rows else ((), (), ())
-    return Layout(
-        b"".join(keys),
-        array("I", accumulate(map(len, keys))),
-        ends,
-        array("Q", offsets),
-        array("Q", sizes),
-        array("H", kinds),
-        tuple(extensions),
-        plain,
-    )
 
 
 class ShardDataset(Dataset):

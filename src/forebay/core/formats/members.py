@@ -242,6 +242,21 @@ class MemberIndex:
         """Whether every member is a range of the shard."""
         return not self._columns.plain and not self._columns.methods
 
+    @property
+    def text(self) -> bytes:
+        """All names in the archive's order, in UTF-8, with a zero byte between them."""
+        return self._columns.names
+
+    @property
+    def places(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Where members begin and how long they are, as read: buffers of 8-byte numbers."""
+        return self._offsets, self._sizes
+
+    @property
+    def methods(self) -> bytes:
+        """How members are packed, a byte each; empty where none is."""
+        return self._columns.methods
+
     def place(self, name: str) -> tuple[int, int] | None:
         """Where the member begins and how long it is, of a shard that is `ranged`; None if there is none."""
         number = self.number(name)
