@@ -1,5 +1,6 @@
 """Epochs of `forebay.torch`, in a process of its own: `python -m bench.trainee`, the work as JSON on stdin; or
-only the first batch of an epoch: `python -m bench.trainee first`, or `first-of-shards`.
+only the first batch of an epoch: `python -m bench.trainee first`, or `first-of-shards`; or `members`, what is in the
+shards and nothing else.
 
 The counterpart of `peers.py`: the same work, the same lines of JSON, the same checks.
 """
@@ -13,6 +14,7 @@ import time
 from typing import Any
 
 from bench.peers import check_first, collate, decode
+from forebay import Client
 from forebay.torch import DataLoader, ObjectDataset, Pictures, ShardDataset
 
 PICTURES = Pictures()
@@ -53,19 +55,28 @@ def first_of_shards(work: dict[str, Any]) -> None:
     began = time.perf_counter()
     dataset = ShardDataset(work["place"], url=work["url"], decode={})
     with DataLoader(dataset, work["batch"], seed=work["seed"], collate=list) as batches:
+        batches.set_epoch(work["epoch"])
         batch = next(iter(batches))
         taken_s = time.perf_counter() - began
     names = [sample["__key__"] for sample in batch]
-    print(
-        json.dumps({"first_batch_s": taken_s, "samples": len(set(names)), "in_order": names == sorted(names)}),
-        flush=True,
-    )
+    told = {"first_batch_s": taken_s, "samples": len(set(names)), "in_order": names == sorted(names)}
+    print(json.dumps(told | {"known": dataset.known_samples}), flush=True)
+
+
+def members_of_shards(work: dict[str, Any]) -> None:
+    began = time.perf_counter()
+    with Client(work["url"]) as client:
+        found = sum(len(client.members(work["bucket"], key)) for key in work["keys"])
+    print(json.dumps({"members_s": time.perf_counter() - began, "members": found}), flush=True)
 
 
 def main() -> None:
     work = json.load(sys.stdin)
     if sys.argv[1:] == ["first-of-shards"]:
         first_of_shards(work)
+        return
+    if sys.argv[1:] == ["members"]:
+        members_of_shards(work)
         return
     if sys.argv[1:] == ["first"]:
         first_batch(work)

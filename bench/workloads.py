@@ -157,6 +157,19 @@ def _cold_shards() -> Row:
     )
 
 
+def _warm_rank() -> Row:
+    return Row(
+        "first-batch-warm",
+        "loader",
+        "first batch of 64 of epoch 1 of a new rank: 1,000,000 small samples in shards that the node knows",
+        "bench.rows.cold_shards:next_epoch",
+        (Objects("warm-shards", 51_200_000, 40),),
+        (Objects("warm-shards-few", 2_048_000, 3),),
+        goals={"first batch": REPORTED, "bytes of the bucket": at_most(0)},
+        peer="limit",
+    )
+
+
 def _warm(
     name: str, objects: Objects, what: str, peer: Literal["nginx", "seaweedfs"], goal: Goal, *, signed: bool = False
 ) -> Row:
@@ -559,6 +572,7 @@ ROWS: tuple[Row, ...] = (
     _first_batch(0.0),
     _first_batch(0.020),
     _cold_shards(),
+    _warm_rank(),
     _accelerator(
         "unet3d",
         Objects("unet3d", 146_600_628, 14),
