@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,46 @@ def test_the_first_days_checks_judge_what_processes_tell(tmp_path: Path):
     wrong.update(error="", losses=[2.0, 1.5])
     with pytest.raises(first_day.Failed, match=r"off by 0\.5"):
         by_name[larger]()
+
+
+def test_the_first_day_looks_at_each_thing_after_those_that_it_rests_on(tmp_path: Path):
+    assert [check.name for check in checks(tmp_path)] == [
+        "the tests that need a device",
+        "the same bits at 90 to 60 % of the memory",
+        "an emptied storage gives its memory back",
+        "copies run behind the computing",
+        "a step takes what was predicted",
+        "no memory in the middle of a plan",
+        "a state that is larger than the device",
+        "GPUDirect Storage",
+    ]
+
+
+@pytest.mark.parametrize("given_back", [True, False])
+def test_an_emptied_storage_must_lower_what_is_allocated(monkeypatch: pytest.MonkeyPatch, *, given_back: bool):
+    """The counters of a device are played; the storage is one of the host's."""
+    monkeypatch.setattr(first_day, "MOVED_BYTES", 1 << 20)
+    counts = iter([5 << 20, (4 if given_back else 5) << 20])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(counts))
+    if given_back:
+        assert first_day.gives_back("cpu") == "1 MiB came back"
+    else:
+        with pytest.raises(first_day.Failed, match="of 1048576 bytes 0 came back"):
+            first_day.gives_back("cpu")
+
+
+@pytest.mark.parametrize("asking_s", [0.001, 0.6])
+def test_a_store_must_return_before_its_copy_is_over(monkeypatch: pytest.MonkeyPatch, asking_s: float):
+    """On a clock that is played: asking takes `asking_s` of the copy's second."""
+    monkeypatch.setattr(first_day, "MOVED_BYTES", 1 << 20)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    clock = types.SimpleNamespace(perf_counter=iter([0.0, asking_s, 1.0] * 2).__next__)
+    monkeypatch.setattr(first_day, "time", clock)
+    if asking_s < 0.5:
+        assert first_day.is_asynchronous("cpu").startswith("asking took 1.00 ms of the copy's 1000 ms, 0.0 GB/s")
+    else:
+        with pytest.raises(first_day.Failed, match="asking took 600"):
+            first_day.is_asynchronous("cpu")
 
 
 # --- its processes, on the CPU ---------------------------------------------------------------------------------------
