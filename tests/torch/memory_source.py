@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import threading
 import zlib
@@ -93,7 +94,11 @@ class MemorySource:
     def _plain(self, key: str) -> bytes:
         """The object, unpacked if it is compressed as a whole."""
         form, data = form_of(key, None), self.objects[key]
-        return zstandard.ZstdDecompressor().decompressobj().decompress(data) if form and form.packing else data
+        if form is None or not form.packing:
+            return data
+        if form.packing == "gzip":
+            return gzip.decompress(data)
+        return zstandard.ZstdDecompressor().decompressobj().decompress(data)
 
     def members(self, bucket: str, key: str, etag: str, version: str = "") -> MemberIndex:
         data, form = self._plain(key), form_of(key, None)

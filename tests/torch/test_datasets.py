@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import pickle
 import zipfile
 
@@ -195,7 +196,7 @@ def npy(array: np.ndarray) -> bytes:
 def test_parts_are_decoded_by_their_extension():
     pictures = images()
     parts = {
-        "jpg": pictures["jpeg"], "seg.png": pictures["png"], "json": json.dumps({"a": [1]}).encode(),
+        "jpg": pictures["jpeg"], "seg.png": pictures["png"], "json": json.dumps({"a": [1, math.inf]}).encode(),
         "txt": "ä".encode(), "cls": b" 12\n", "npy": npy(np.arange(3)), "other": b"\0\1", "empty": b"",
     }  # fmt: skip
     source = MemorySource({"x.tar": tar_of((f"dir.v1/one.{name}", data) for name, data in parts.items())})
@@ -205,7 +206,7 @@ def test_parts_are_decoded_by_their_extension():
     assert found["seg.png"].dtype == torch.uint8
     assert found["seg.png"][:, 0, 0].tolist() == [250, 0, 0]
     assert (found["json"], found["txt"], found["cls"], found["other"], found["empty"]) == (
-        {"a": [1]},
+        {"a": [1, math.inf]},
         "ä",
         12,
         b"\0\1",

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -32,7 +33,7 @@ from forebay.torch import (
 )
 from tests.core.archives import tar_of
 from tests.node.conftest import NodeProcess, until
-from tests.torch import test_litdata, test_mds, test_parquet
+from tests.torch import foreign, test_litdata, test_mds, test_parquet
 from tests.torch.memory_source import as_int, label, numbered_shard, tokens
 
 pytestmark = pytest.mark.real
@@ -125,6 +126,15 @@ def test_shards_of_other_libraries_that_are_compressed(node: NodeProcess, place:
     for workers in (0, 1):
         with DataLoader(dataset, 16, workers=workers, seed=1) as loader:
             assert sorted(each for batch in loader for each in batch.tolist()) == list(range(100))
+
+
+@pytest.mark.parametrize("name", ["mds-gz", "mds-zstd-7", "mds-merged", "lit-chunk"])
+def test_what_other_libraries_compressed_themselves(node: NodeProcess, place: Path, name: str):
+    shutil.copytree(foreign.FIXTURES / name, place / name)
+    kind, number = (MdsDataset, "number") if name in foreign.MDS else (LitDataset, "i")
+    dataset = kind(f"corpus/{name}/", url=node.endpoint, transform=lambda sample: sample[number])
+    samples = [(foreign.MDS | foreign.LIT)[name].sample(n)[number] for n in range(len(dataset))]
+    assert sorted(dataset.__getitems__(range(len(dataset)))) == samples
 
 
 def test_the_node_knows_what_is_read_next(node: NodeProcess):

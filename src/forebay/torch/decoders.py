@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,6 +38,14 @@ def whole_number(data: Bytes) -> int:
 def text(data: Bytes) -> str:
     """UTF-8."""
     return str(data, "utf-8")
+
+
+def json_value(data: Bytes) -> Any:
+    """JSON as Python writes it: with NaN, Infinity and halves of surrogate pairs, which the standard does not have."""
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.MsgspecError:
+        return json.loads(bytes(data))  # five times slower
 
 
 def array(data: Bytes) -> Any:
@@ -114,7 +123,7 @@ DEFAULT: Mapping[str, Decoder] = {
     **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm", "tif", "tiff"), Pictures()),
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), whole_number),
     **dict.fromkeys(("txt", "text", "transcript"), text),
-    **dict.fromkeys(("json", "jsn"), msgspec.json.decode),
+    **dict.fromkeys(("json", "jsn"), json_value),
     **dict.fromkeys(("pt", "pth", "pkl", "pickle", "pyd"), refused),
     "npy": array,
 }

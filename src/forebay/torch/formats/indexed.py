@@ -191,8 +191,8 @@ class IndexedShards(Dataset):
             return Corrupt(f"{name} is not what {INDEX} says: write it again")
         if said[1] == said[-1] and self._shards[shard].columns.names:
             return NotSupported(
-                f"{name} has its samples behind its table of places, as Arrow, which is not read here: write them "
-                "without nested types"
+                f"{name} has its samples behind its table of places, as Arrow, which is not read here: litdata writes "
+                "dictionaries without arrays so, if it has pyarrow. Give optimize() tuples, or an array with the values"
             )
         return said[1:]
 

@@ -67,11 +67,11 @@ class _Node(msgspec.Struct):
 class LitDataset(IndexedShards):
     """The samples of the chunks that `index.json` under `place` names, as `litdata.optimize` was given them.
 
-    Numbers, truths, text and arrays are decoded as they were encoded, tensors as tensors, and `bytes`, `jpeg` and files
-    stay bytes; `decode` says otherwise by the path of a value in the sample, as in `{"image": Pictures()}` or
-    `{"pair.0": f}`, and is needed for other encodings (`pickle`, `pil`, …). `transform` gets the sample and makes
-    another. Chunks may be compressed as a whole by zstd (`compression_level="chunk"`): the node unpacks them. See
-    `ObjectDataset` for the rest.
+    Numbers, truths, text and arrays are decoded as they were encoded, tensors as tensors, and `bytes`, pictures that
+    were compressed, and files stay bytes; `decode` says otherwise by the path of a value in the sample, as in
+    `{"image": Pictures()}` or `{"pair.0": f}`, and is needed for other encodings (`json`, `pickle`, `pil`, …).
+    `transform` gets the sample and makes another. Chunks may be compressed as a whole by zstd
+    (`compression_level="chunk"`): the node unpacks them. See `ObjectDataset` for the rest.
     """
 
     shape = "litdata"
@@ -81,10 +81,9 @@ class LitDataset(IndexedShards):
     def said(self, index: Bytes) -> dict[str, Said]:
         said = msgspec.json.decode(index, type=_Index)
         config = said.config
-        packing = (config.compression or "").partition(":")[0]
         odd = {
             "encryption": config.encryption,
-            "compression": packing if packing != "zstd" else "",
+            "compression": config.compression if config.compression != "zstd" else "",  # a level is in the names
             "compression_level": config.compression_level if config.compression_level != "chunk" else "",
             "ipc_compression": config.ipc_compression,
             "item_loader": config.item_loader if config.item_loader != "PyTreeLoader" else "",
@@ -94,7 +93,8 @@ class LitDataset(IndexedShards):
             if value:
                 raise NotSupported(
                     f"these chunks were written with {name}={value!r}, which is not read here: optimize() them without "
-                    "(zstd is read with compression_level='chunk'); tokens are read by TokenDataset from plain files"
+                    "(compression='zstd' is read with compression_level='chunk'); tokens are read by TokenDataset from "
+                    "plain files"
                 )
         _, tree = json.loads(config.data_spec)
         root = msgspec.convert(tree, _Node)
@@ -106,7 +106,7 @@ class LitDataset(IndexedShards):
         found = {}
         for chunk in said.chunks:
             plain_bytes = 4 * (chunk.chunk_size + 2) + chunk.chunk_bytes
-            packed = bool(packing) and f".{packing}" in chunk.filename
+            packed = chunk.filename.endswith(".zstd.bin")
             found[chunk.filename] = Said(chunk.chunk_size, columns, plain_bytes if packed else None)
         return found
 
@@ -148,7 +148,7 @@ def _grown(node: _Node, leaves: Iterator[Any]) -> Any:
 # --- leaves -----------------------------------------------------------------------------------------------------------
 def _decoder(name: str, encoding: str) -> Decode:
     kind, _, rest = encoding.partition(":")
-    if kind in ("bytes", "jpeg", "file"):
+    if kind in ("bytes", "jpeg", "image", "file"):
         return bytes
     if kind in ("str", "text"):
         return partial(text, str)

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from forebay.core.errors import NotSupported
+from forebay.torch.decoders import json_value
 from forebay.torch.formats.indexed import Columns, Decode, IndexedShards, Said, array, number, text, undecoded
 from forebay.torch.source import Bytes
 
@@ -100,7 +101,7 @@ def _decoder(name: str, encoding: str) -> Decode:
     if encoding in _TEXTS:
         return partial(text, _TEXTS[encoding])
     if encoding == "json":
-        return msgspec.json.decode
+        return json_value
     if encoding == "int" or encoding in _NUMBERS:
         return partial(number, np.dtype("int64" if encoding == "int" else encoding).newbyteorder("<"))
     dtype, _, shape = rest.partition(":")
