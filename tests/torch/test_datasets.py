@@ -6,7 +6,12 @@ import io
 import json
 import math
 import pickle
+import re
+import struct
 import zipfile
+import zlib
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,6 +105,82 @@ def test_a_fault_of_the_decoder_is_never_skipped(numbers: MemorySource):
     with pytest.raises(NameError) as raised:
         ObjectDataset("b-1/numbers", decode=faulty, source=numbers, on_error="skip")[3]
     assert "b-1/numbers/00003" in "".join(raised.value.__notes__)
+
+
+FAULTS = [
+    *(TypeError(), AttributeError(), KeyError("cat"), IndexError(), LookupError("no such encoding"), RecursionError()),
+    *(ZeroDivisionError(), AssertionError(), NotImplementedError(), ImportError(), MemoryError()),
+    *(torch.OutOfMemoryError(), FileNotFoundError(2, "no such file"), OSError(24, "too many open files")),
+]
+DAMAGE = [
+    *(ValueError(), UnicodeDecodeError("utf-8", b"", 0, 1, ""), EOFError(), struct.error(), zlib.error()),
+    *(pickle.UnpicklingError(), OSError("image file is truncated"), SyntaxError("broken PNG file")),
+    *(OverflowError(), StopIteration(), RuntimeError("not a JPEG"), Exception()),
+]
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+def test_what_a_bug_of_the_caller_raises_comes_through_whatever_the_policy(
+    shards: MemorySource, error: Exception, policy: Any
+):
+    def faulty(sample: Any) -> Any:
+        if sample["cls"] == 3:
+            raise error
+        return sample["cls"]
+
+    dataset = ShardDataset("b-1/train", source=shards, on_error=policy, transform=faulty)
+    with pytest.raises(type(error)) as raised:
+        dataset.__getitems__(range(10))
+    assert raised.value is error
+    assert re.search(r"sample '000003' of b-1/train/1\.tar: .* raise a ValueError", error.__notes__[-1])
+    partly = ShardDataset("b-1/train", source=shards, on_error=policy, decode={"cls": partial(raising, error)})
+    with pytest.raises(type(error)) as raised:
+        partly[3]
+    assert "the cls of sample '000003'" in raised.value.__notes__[-1]
+
+
+def raising(error: Exception, _data: Any) -> Any:
+    raise error
+
+
+@pytest.mark.parametrize("error", DAMAGE, ids=lambda error: type(error).__name__)
+def test_what_damage_raises_in_a_decoder_names_the_sample_and_may_be_skipped(shards: MemorySource, error: Exception):
+    def careful(data: Any) -> int:
+        if bytes(data) == b"3":
+            raise error
+        return int(bytes(data))
+
+    with pytest.raises(Corrupt, match=r"the cls of sample '000003' of b-1/train/1\.tar cannot be decoded") as raised:
+        ShardDataset("b-1/train", source=shards, decode={"cls": careful}).__getitems__(range(10))
+    assert raised.value.__cause__ is error
+    skipping = ShardDataset("b-1/train", source=shards, decode={"cls": careful}, on_error="skip")
+    assert [sample["cls"] for sample in skipping.__getitems__(range(5))] == [0, 1, 2, 4]
+
+
+@pytest.mark.parametrize("error", [KeyError(7), IndexError(), TypeError(), NotImplementedError()])
+def test_a_decoder_of_ours_is_sound_and_what_it_stumbles_over_is_damage(shards: MemorySource, error: Exception):
+    """As pillow has it with some damaged pictures, and a table of types with a number that is none."""
+
+    def stumbling(data: Any) -> int:
+        if bytes(data) == b"3":
+            raise error
+        return 0
+
+    stumbling.__module__ = "forebay.torch.decoders"
+    skipping = ShardDataset("b-1/train", source=shards, decode={"cls": partial(stumbling)}, on_error="skip")
+    assert len(skipping.__getitems__(range(10))) == 9
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bug_in_a_worker_still_names_the_sample(shards: MemorySource, workers: int):
+    def tabled(sample: Any) -> int:
+        return {number: 0 for number in range(100) if number != 42}[sample["cls"]]
+
+    dataset = ShardDataset("b-1/train", source=shards, transform=tabled, on_error="skip")
+    with DataLoader(dataset, 10, workers=workers) as loader, pytest.raises(KeyError) as raised:
+        list(loader)
+    assert "sample '000042'" in str(raised.value) + "".join(getattr(raised.value, "__notes__", []))
 
 
 def test_what_is_often_written_differently_gets_a_sentence(numbers: MemorySource):

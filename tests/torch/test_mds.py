@@ -167,6 +167,18 @@ def test_columns_are_decoded_as_one_says(source: MemorySource):
         MdsDataset("b-1/train/", source=written(column_encodings=["bytes", "pkl", *["bytes"] * 6]))
 
 
+def test_an_array_of_no_known_type_is_damage(source: MemorySource):
+    data = bytearray(source.objects["train/shard.00000.mds"])
+    at = int(np.frombuffer(data[4:8], "<u4")[0]) + 4 * 5  # behind the sizes of the five columns that have some
+    assert data[at] == 65
+    data[at] = 7
+    source.objects["train/shard.00000.mds"] = bytes(data)
+    with pytest.raises(Corrupt, match=r"the any of sample 0 \(in b-1/train/shard.00000.mds\) cannot be decoded"):
+        MdsDataset("b-1/train/", source=source)[0]
+    skipping = MdsDataset("b-1/train/", source=source, on_error="skip")
+    assert [sample["number"] for sample in skipping.__getitems__([0, 1])] == [-1]
+
+
 @pytest.mark.parametrize("damage", ["cut", "nonsense", "gone"])
 def test_samples_of_a_damaged_shard_are_skipped_and_no_others(
     source: MemorySource, closing: list[DataLoader], damage: str

@@ -143,7 +143,7 @@ def test_values_are_decoded_and_what_cannot_be_is_refused(source: MemorySource):
     dataset = ParquetDataset("b-1/rows/", source=source, decode={"image": len})
     assert dataset[1]["image"] == 6000
     with pytest.raises(Corrupt, match=r"the image of row 1 of row group 0 of b-1/rows/0.parquet cannot be decoded"):
-        ParquetDataset("b-1/rows/", source=source, decode={"image": lambda data: data[9999]})[1]
+        ParquetDataset("b-1/rows/", source=source, decode={"image": int})[1]
     with pytest.raises(Invalid, match=r"write columns=\['text'\]"):
         ParquetDataset("b-1/rows/", columns="text", source=source)
     with pytest.raises(Invalid, match=r"ParquetDataset cannot be mixed"):

@@ -8,7 +8,15 @@ again and checks that it finds the same.
 Damage. `on_error="raise"` stops at the first sample that cannot be read. `"skip"` leaves it out of its batch and counts
 it. A rank without a batch would stall the others, so a batch with no sample left is an error under both; for `"skip"`
 the loader then takes samples from the epoch's start in its place. A dataset that changes while it is read always
-raises, and so does a decoder that is wrong itself (BUGS): skipping all that it fails on would hide it.
+raises, and so does a decoder that is wrong itself: skipping all that it fails on would hide it. So the kind of an error
+decides whether it is the data's. BUGS no data makes a sound function raise. With OVERSIGHTS damage may show too, in a
+function that takes for granted what the data does not have; our decoders are known to be sound, so there they are the
+data's. Of a caller's function they are raised: a label that is in no table is one for each sample of its class, and
+without these the model would be another one. What a sample needs can be said (`parts`), and what is wrong with it too
+(ValueError). An OSError with a number is the system's: a file that is not there, or too many that are open.
+
+Rejected: that every error is the data's, as handlers of other loaders have it, with which a typo trains on the rest;
+to ask the traceback in whose code it was raised, which nobody could predict.
 
 Invariants. (1) Sample i is the same bytes in every process: reads name the listed version. (2) A pickle holds no
 descriptor, thread or lock.
@@ -19,9 +27,11 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset as TorchDataset
 
 from forebay.core import limits
@@ -40,13 +50,8 @@ BLOCK_BYTES = 64 * limits.MIB  # of a run of keys or windows that a block shuffl
 WINDOW_BYTES = 4 * limits.GIB  # of a block shuffle: what fits a node's cache many times over
 _INLINE_BYTES_MAX = limits.MIB  # of a listing that a pickle holds itself
 NOTHING_LEFT = "NothingLeft"  # the code of the error of a batch of which everything was skipped
-BUGS = (
-    NameError,
-    AttributeError,
-    TypeError,
-    ImportError,
-    NotImplementedError,
-)  # what no data makes a sound decoder raise
+BUGS = (NameError, AttributeError, ImportError, MemoryError, torch.OutOfMemoryError)
+OVERSIGHTS = (TypeError, LookupError, ZeroDivisionError, AssertionError, NotImplementedError, RecursionError)
 SKIPPED = (Corrupt, NotFound)  # what `on_error="skip"` is about
 
 
@@ -285,22 +290,32 @@ def frees_lock(decoders: Iterable[Any]) -> bool:
 
 
 def decoded(name: Callable[[], str], decode: Callable[..., Any], *data: Any) -> Any:
-    """What `decode(*data)` makes, or the `Corrupt` that its failure means. Refusals of ours are raised, and BUGS as
-    they
-    are, with a note that names the sample."""
+    """What `decode(*data)` makes, or the `Corrupt` that its failure means. Refusals of ours are raised, and what is no
+    fault of the data as it is, with a note that names the sample: see the module's header."""
     try:
         return decode(*data)
     except ForebayError:
         raise
-    except BUGS as error:
-        error.add_note(
-            f"while decoding {name()}: a {type(error).__name__} is a fault of the decoder, and never skipped"
-        )
-        raise
     except Exception as error:
+        if not _is_of_data(error, decode):
+            error.add_note(
+                f"while decoding {name()}: {type(error).__name__} is taken for a fault of the function, not of the "
+                "data, and never skipped. If it is the data's, catch it there and raise a ValueError"
+            )
+            raise
         found = Corrupt(f"{name()} cannot be decoded ({type(error).__name__}: {error}): repair it, or on_error='skip'")
         found.__cause__ = error
         return found
+
+
+def _is_of_data(error: Exception, decode: Any) -> bool:
+    """Whether the data is to blame for what this function raised."""
+    if isinstance(error, BUGS) or (isinstance(error, OSError) and error.errno is not None):
+        return False
+    while isinstance(decode, partial):
+        decode = decode.func
+    where = getattr(decode, "__module__", None) or ""
+    return where.startswith("forebay.") or not isinstance(error, OVERSIGHTS)
 
 
 def ranges(listing: ListingColumns, objects: Column, starts: Column, ends: Column) -> Accesses:
