@@ -184,8 +184,10 @@ def test_a_bug_in_a_worker_still_names_the_sample(shards: MemorySource, workers:
 
 
 def test_what_is_often_written_differently_gets_a_sentence(numbers: MemorySource):
-    with pytest.raises(Invalid, match=r"one 'bucket/prefix'.*ConcatDataset"):
-        ObjectDataset(["b-1/numbers", "b-1/more"], source=numbers)  # type: ignore[arg-type]
+    places: Any = ["b-1/numbers", "b-1/more"]
+    for kind in (ObjectDataset, ShardDataset):
+        with pytest.raises(Invalid, match=r"one 'bucket/prefix'.*Mixture\(datasets, repeats="):
+            kind(places, source=numbers)
     with pytest.raises(Invalid, match=r"write parts=\['jpg'\]"):
         ShardDataset("b-1", parts="jpg", source=numbers)
     dataset = ObjectDataset("b-1/numbers", suffixes="7", source=numbers)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
+from torch.utils import data as torch_data
 
 from forebay.core.errors import Corrupt, Invalid, NotFound, NotSupported
 from forebay.torch import DataLoader, MdsDataset
@@ -177,6 +178,21 @@ def test_an_array_of_no_known_type_is_damage(source: MemorySource):
         MdsDataset("b-1/train/", source=source)[0]
     skipping = MdsDataset("b-1/train/", source=source, on_error="skip")
     assert [sample["number"] for sample in skipping.__getitems__([0, 1])] == [-1]
+
+
+def test_samples_are_chosen_by_their_numbers(source: MemorySource, closing: list[DataLoader]):
+    chosen = torch_data.Subset(MdsDataset("b-1/train/", source=source), range(0, 100, 3))
+
+    def loader() -> DataLoader:
+        closing.append(DataLoader(chosen, 8, seed=1, collate=list))
+        return closing[-1]
+
+    batches = iter(first := loader())
+    began = [sample["number"] for sample in next(batches)]
+    again = loader()
+    again.load_state_dict(first.state_dict())
+    rest = [sample["number"] for batch in again for sample in batch]
+    assert sorted(began + rest, reverse=True) == list(range(0, -100, -3))
 
 
 @pytest.mark.parametrize("damage", ["cut", "nonsense", "gone"])

@@ -272,7 +272,8 @@ def parse_place(place: str) -> tuple[str, str]:
     """Bucket and prefix of `bucket/prefix`, `forebay://bucket/prefix` or `s3://bucket/prefix`; else `Invalid`."""
     if not isinstance(place, str):
         raise Invalid(
-            f"a place is one 'bucket/prefix', not {place!r}: make a dataset for each, and torch's ConcatDataset"
+            f"a place is one 'bucket/prefix', not {place!r}: make a dataset for each, and of these a "
+            "Mixture(datasets, repeats=[1, …]), which reads each once an epoch"
         )
     text = place
     for scheme in ("forebay://", "s3://"):
