@@ -52,10 +52,12 @@ class Cluster:
         fronts: int = 1,
         environment: Mapping[str, str] | None = None,
         takes_over: bool = False,
+        capacity_bytes: int = 64 << 30,
     ) -> None:
         """`environment`: variables of the nodes beside this process's own. `takes_over`: others act for a node that is
-        silent, if all buckets have two copies."""
+        silent, if all buckets have two copies. `capacity_bytes` is each node's."""
         self.box, self._up_bit_s, self._fronts = box, up_bit_s, fronts
+        self._capacity_bytes = capacity_bytes
         self._environment = ("env", *(f"{name}={value}" for name, value in (environment or {}).items()))
         self._made = 0
         self.hosts: list[Host] = []
@@ -82,7 +84,7 @@ class Cluster:
             self._made += 1
             host = self.box.host(f"node{self._made}", up_bit_s=self._up_bit_s)
             self.hosts.append(host)
-            node = Node(fronts=self._fronts, capacity_bytes=64 << 30, signed=True, options=options)
+            node = Node(fronts=self._fronts, capacity_bytes=self._capacity_bytes, signed=True, options=options)
             self.nodes.append(host.place(node))
             node.within += self._environment
         self.box.start(*self.nodes[len(self.nodes) - count :])

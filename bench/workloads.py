@@ -345,6 +345,16 @@ ROWS: tuple[Row, ...] = (
         peer="limit",
     ),
     Row(
+        "nodes-fit",
+        "scale",
+        "shuffled epochs of a corpus that fits three nodes together, and none alone",
+        "bench.rows.many_nodes:fits",
+        (Objects("fit", MIB, 600),),
+        (Objects("fit", MIB, 90),),
+        goals={"sent": at_most(0.02)},
+        peer="limit",
+    ),
+    Row(
         "nodes-crash",
         "scale",
         "a machine of 4 goes away without a word while clients read; lease 10 s",

@@ -25,9 +25,11 @@ from bench.report import Result
 from bench.row import MIB, REPORTED, Objects, Row
 from bench.servers import Nginx, find_program
 from bench.stats import bounded, compared
+from forebay.core.messages.batch import Item
 from forebay.core.placement import Members
 
 CLIENTS = 4
+BATCH = 8
 AT_ONCE = 24  # of each client: with fewer, by chance nobody asks a node now and then
 SETTLE_S = 3.0  # until all links are full
 TICKS_S = 1.0 / os.sysconf("SC_CLK_TCK")
@@ -382,6 +384,43 @@ def cold(lab: Lab, row: Row) -> Result:
             f"of {many.count} objects {len(own)} became the newcomer's own: it asks whose they were",
         ),
     )
+
+
+# --- a corpus that fits the cluster, but no node ---------------------------------------------------------------------
+def fits(lab: Lab, row: Row) -> Result:
+    """What the bucket sends for each epoch after the first, when three nodes hold so much of the corpus each."""
+    (objects,) = row.quick if lab.quick else row.objects
+    count, measures = 3, []
+    for share in (0.5, 0.4):
+        with Box() as box:
+            cluster = Cluster(box, count, capacity_bytes=int(share * objects.bytes_total))
+            cluster.add_bucket(BUCKET)
+            source = box.hosts["bucket"]
+            owned = cluster.balanced(objects.name, objects.count // count)
+            keys = [key for own in owned for key in own]
+            _upload(cluster, keys, _random_file(lab, objects.size_bytes))
+            sent = []
+            for epoch in range(1 + (1 if lab.quick else row.rounds)):
+                random.Random(epoch).shuffle(keys)
+                before = source.carried()[0]
+                with ThreadPoolExecutor(count) as ranks:
+                    list(ranks.map(_read, cluster.nodes, [keys[rank::count] for rank in range(count)]))
+                sent.append((source.carried()[0] - before) / (len(keys) * objects.size_bytes))
+            name = f"{count} nodes of {share:g} of the corpus"
+            measures.append(bounded(f"{name}: bucket's bytes / corpus", "", row.goals["sent"], sent[1:]))
+    return Result(
+        row,
+        tuple(measures),
+        notes=(
+            "each rank reads its share of a new random order at its own node, as a loader does; epochs 2 and later",
+        ),
+    )
+
+
+def _read(node: Node, keys: Sequence[str]) -> None:
+    with node.client() as client:
+        for first in range(0, len(keys), BATCH):
+            client.get_many([Item(BUCKET, key) for key in keys[first : first + BATCH]])
 
 
 # --- a crash ---------------------------------------------------------------------------------------------------------

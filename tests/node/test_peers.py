@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import uuid
@@ -115,6 +116,41 @@ def test_what_all_nodes_read_at_once_costs_the_backend_its_bytes_once(
     gone = next(f"gone-{number}" for number in range(1000) if home_of(first, f"gone-{number}") == ids[1])
     (tmp_path / "bucket" / gone).write_bytes(bodies["one"])
     assert first.get("corpus", gone) == bodies["one"]
+
+
+def test_a_corpus_that_fits_the_cluster_but_no_node_stays_in_it(
+    node: Make, etcd: servers.EtcdCluster, tmp_path: Path
+) -> None:
+    """Copies of what others are the home of leave first, also of what a node had before it started anew."""
+    (tmp_path / "bucket").mkdir()
+    at = url(etcd.addresses, uuid.uuid4().hex)
+    nodes = [node(*flags(tmp_path, at), "--capacity", "30MiB") for _ in range(3)]
+    ids = until_all_are("active", *nodes)
+    for one in nodes:
+        one.add_bucket("corpus", f"file://{tmp_path / 'bucket'}")
+    owned: dict[str, list[str]] = {node_id: [] for node_id in ids}
+    for name in (f"{number:05d}" for number in range(10_000)):
+        if len(mine := owned[home_of(nodes[0], name)]) < 24:
+            mine.append(name)
+            (tmp_path / "bucket" / name).write_bytes(pattern(MIB, int(name)))
+        if all(len(keys) == 24 for keys in owned.values()):
+            break
+    corpus, chance = [name for mine in owned.values() for name in mine], random.Random(1)
+
+    def epoch() -> float:
+        """The nodes read the corpus together, each a third, in a new order; what the backend sent, over the corpus."""
+        chance.shuffle(corpus)
+        before, _ = spent(nodes)
+        for number, key in enumerate(corpus):
+            assert nodes[number % 3].get("corpus", key) == pattern(MIB, int(key))
+        return (spent(nodes)[0] - before) / (len(corpus) * MIB)
+
+    assert epoch() >= 0.99
+    assert min(epoch() for _ in range(3)) == 0, "a home that gets no processor for seconds is passed over, but seldom"
+    nodes[0].stop()
+    nodes[0].start()
+    until_all_are("active", *nodes)
+    assert min(epoch() for _ in range(4)) == 0
 
 
 TOKEN = "token-of-ops"

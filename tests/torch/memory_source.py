@@ -65,7 +65,7 @@ class MemorySource:
             self.batches.append(len(items))
         return Answers([self._get(item) for item in items], self.cold)
 
-    def room_bytes(self, bucket: str) -> int | None:
+    def room_bytes(self, bucket: str, *, cluster: bool = False) -> int | None:
         return self.room
 
     def hints(self, job: str, listing: Listing) -> Any:

@@ -55,6 +55,26 @@ def test_data_that_does_not_fit_is_shuffled_in_windows_which_is_said_once(
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(100))
 
 
+def test_data_that_fits_the_cluster_is_shuffled_over_all_samples(
+    shards: MemorySource, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    dataset = ShardDataset("b-1/train", transform=label, source=shards)
+    size_bytes, holds = dataset.listing.size_bytes, [0]
+    own = size_bytes // 2
+
+    def room_bytes(bucket: str, *, cluster: bool = False) -> int:
+        return holds[0] if cluster else own
+
+    monkeypatch.setattr(shards, "room_bytes", room_bytes)
+    with caplog.at_level(logging.WARNING, "forebay.torch"):
+        holds[0] = size_bytes
+        assert DataLoader(dataset).schedule.shuffle is True
+        assert not caplog.records
+        holds[0] = size_bytes - 1
+        assert DataLoader(dataset).schedule.shuffle == "block"
+    assert "more than the cluster can hold" in caplog.text
+
+
 @pytest.mark.parametrize(("room_bytes", "ahead"), [(30, 1), (130, 2), (None, 4)])
 def test_no_more_is_made_ahead_than_a_part_of_what_the_node_holds(
     numbers: MemorySource, closing: list[DataLoader], room_bytes: int | None, ahead: int

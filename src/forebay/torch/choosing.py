@@ -1,8 +1,8 @@
 """Chooses how an epoch is shuffled where the user does not say: over all samples, or within windows that fit the node.
 
-Theory. If the node holds all of the data, a shuffle over all samples costs nothing from the second epoch on. If it does
-not, most samples of such an epoch come from the bucket one by one; in windows of a quarter of what the node can hold,
-whole blocks come once, ahead of their use.
+Theory. If the node, or the cluster that it is in, holds all of the data, a shuffle over all samples costs the bucket
+nothing from the second epoch on. If it does not, most samples of such an epoch come from the bucket one by one; in
+windows of a quarter of what the node can hold, whole blocks come once, ahead of their use.
 
 The order must be the same for all ranks, and they may stand on machines whose nodes differ. So what one rank chooses is
 written to the store that torch.distributed began with, and the first one counts; without that store several ranks
@@ -29,15 +29,16 @@ _said: set[str] = set()
 
 def chosen_window(dataset: Dataset, window_bytes: int, world: int, *, quietly: bool = False) -> int:
     """How large windows should be, at most `window_bytes`; 0: shuffle over all samples."""
-    size_bytes, room_bytes = dataset.listing.size_bytes, dataset.room_bytes()
-    mine = window_for(size_bytes, room_bytes, window_bytes)
+    size_bytes, held_bytes = dataset.listing.size_bytes, dataset.room_bytes(cluster=True)
+    fits = held_bytes is None or size_bytes <= held_bytes
+    mine = 0 if fits else window_for(size_bytes, dataset.room_bytes(), window_bytes)
     found = mine if world == 1 else agreed(f"{dataset.fingerprint.id}/{window_bytes}", mine)
     if (mine or found) and not quietly and dataset.place not in _said:
         _said.add(dataset.place)
         what = f"in windows of {found / 1e9:.3g} GB (shuffle='block')" if found else "over all samples all the same"
         log.warning(
-            "%s is %.3g GB, more than the node can hold: it is shuffled %s; say shuffle= to choose",
-            dataset.place, size_bytes / 1e9, what,
+            "%s is %.3g GB, more than %s can hold: it is shuffled %s; say shuffle= to choose",
+            dataset.place, size_bytes / 1e9, "the node" if held_bytes == dataset.room_bytes() else "the cluster", what,
         )  # fmt: skip
     return found
 

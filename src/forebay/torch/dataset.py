@@ -125,9 +125,9 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
                 f"{place} is not what listing= says ({changed}): restore the data, or begin an epoch with a new listing"
             )
 
-    def room_bytes(self) -> int | None:
-        """How many bytes of this the node can hold; None if it does not say."""
-        return self._source.source.room_bytes(parse_place(self.place)[0])
+    def room_bytes(self, *, cluster: bool = False) -> int | None:
+        """How many bytes of this the node can hold, or with `cluster` all nodes together; None if nobody says."""
+        return self._source.source.room_bytes(parse_place(self.place)[0], cluster=cluster)
 
     # --- what kinds define -------------------------------------------------------------------------------------------
     shape = ""

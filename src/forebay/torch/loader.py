@@ -71,7 +71,7 @@ class DataLoader:
     """Batches of `batch_size` for this rank, in an order that is a function of `seed` and the epoch.
 
     `shuffle`: True over all samples, 'block' within windows of `window_bytes`, or False; 'auto' is True, or windows
-    that fit if the data is more than the node can hold. `last`: what becomes of the
+    that fit if the data is more than the node, or its cluster, can hold. `last`: what becomes of the
     end of an epoch, see `partition`. `workers`: processes that fetch and decode; 0 means threads of this process, which
     is faster where little is decoded. `prefetch`: batches made ahead, for each worker, or in all by threads. `collate`
     makes a batch of a list of samples. `pin_memory`: None means where there is a GPU. `start_method`: 'fork', 'spawn'

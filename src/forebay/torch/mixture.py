@@ -117,8 +117,8 @@ class Mixture(Dataset):
         )
         return self.listing.fingerprint(f"a mixture ({many})", self.samples)
 
-    def room_bytes(self) -> int | None:
-        rooms = [room for dataset in self.datasets if (room := dataset.room_bytes()) is not None]
+    def room_bytes(self, *, cluster: bool = False) -> int | None:
+        rooms = [room for dataset in self.datasets if (room := dataset.room_bytes(cluster=cluster)) is not None]
         return min(rooms, default=None)
 
     def hints(self, job: str) -> Telling | None:

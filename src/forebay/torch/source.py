@@ -28,6 +28,7 @@ from forebay.client.sync import Client
 from forebay.core.errors import Closed, ForebayError, Invalid, NotFound, NotSupported, Precondition
 from forebay.core.formats.listing import Listing
 from forebay.core.formats.members import MemberIndex
+from forebay.core.machines.copies import SHARE as COPIES_SHARE
 from forebay.core.machines.hints import HintsState
 from forebay.core.messages.batch import Item
 from forebay.core.types import Bucket, check_bucket_name
@@ -79,8 +80,8 @@ class Source(Protocol):
         cut short."""
         ...
 
-    def room_bytes(self, bucket: str) -> int | None:
-        """How many bytes of a bucket can be kept near; None if nobody says."""
+    def room_bytes(self, bucket: str, *, cluster: bool = False) -> int | None:
+        """How many bytes of a bucket the node can keep, or with `cluster` all nodes together; None if nobody says."""
         ...
 
     def get_many(self, items: Sequence[Item]) -> Answers:
@@ -221,12 +222,17 @@ class NodeSource:
     def listing(self, bucket: str, prefix: str, id: str = "") -> Listing:
         return self._client.listing(bucket, prefix, id=id or None)
 
-    def room_bytes(self, bucket: str) -> int:
-        """As the volumes and the bucket's quota are now, whatever lies there."""
-        volumes = self._client.status().volumes
-        room_bytes = sum(volume.capacity_bytes for volume in volumes if volume.state in ("ok", "full", "stalled"))
+    def room_bytes(self, bucket: str, *, cluster: bool = False) -> int:
+        """As the volumes and the bucket's quota are now, whatever lies there. Of a cluster, what its nodes weigh (their
+        capacities, in coarse steps), less the room that always belongs to copies."""
+        nodes = self._client.node_map().nodes if cluster else []
+        if len(nodes) > 1:
+            room_bytes = int(sum(node.weight for node in nodes) * (1 - COPIES_SHARE))
+        else:
+            volumes = self._client.status().volumes
+            room_bytes = sum(volume.capacity_bytes for volume in volumes if volume.state in ("ok", "full", "stalled"))
         quota_bytes = self.settings(bucket).quota_bytes
-        return room_bytes if quota_bytes is None else min(room_bytes, quota_bytes)
+        return room_bytes if quota_bytes is None else min(room_bytes, quota_bytes * max(1, len(nodes)))
 
     def members(self, bucket: str, key: str, etag: str, version: str = "") -> MemberIndex:
         index = self._client.members(bucket, key, version=version).index

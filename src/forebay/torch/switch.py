@@ -88,9 +88,9 @@ class NodeOrBackend:
             lambda node: node.get_many(items), lambda direct: Answers(direct.get_many(items), direct=len(items))
         )
 
-    def room_bytes(self, bucket: str) -> int | None:
+    def room_bytes(self, bucket: str, *, cluster: bool = False) -> int | None:
         try:
-            return None if self._past else self.node.room_bytes(bucket)
+            return None if self._past else self.node.room_bytes(bucket, cluster=cluster)
         except ForebayError:
             return None
 

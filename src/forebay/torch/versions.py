@@ -67,8 +67,8 @@ class Pinned:
         except NotFound as error:
             raise _told(bucket, key, error) from error
 
-    def room_bytes(self, bucket: str) -> int | None:
-        return self._source.room_bytes(bucket)
+    def room_bytes(self, bucket: str, *, cluster: bool = False) -> int | None:
+        return self._source.room_bytes(bucket, cluster=cluster)
 
     def get_many(self, items: Sequence[Item]) -> Answers:
         named = [msgspec.structs.replace(item, version=self._id(item.key)) for item in items]

@@ -118,9 +118,9 @@ class Eviction(Slots):
         if quota_bytes is not None and pool is not self._open:
             pool.limit_bytes = quota_bytes
         elif quota_bytes is not None:
-            if len(self._pools) > POOLS_MAX:
+            code = next((code for code in range(2, POOLS_MAX + 2) if code not in self._pools), 0)
+            if not code:
                 raise Invalid(f"{POOLS_MAX} buckets have a quota already: remove one first, or leave this one without")
-            code = next(code for code in range(2, POOLS_MAX + 2) if code not in self._pools)
             self._pools[code] = Pool(code, quota_bytes)
             self._move(bucket_id, pool, self._pools[code])
         elif pool is not self._open:
@@ -277,7 +277,7 @@ class Eviction(Slots):
             if pool is not self._open and pool.used_bytes > pool.limit_bytes:
                 freed += self._drain(pool, pool.used_bytes - int(pool.limit_bytes * LOW_MARK), units)
                 stuck |= pool.used_bytes > pool.limit_bytes
-        freed += self._drain(None, excess_bytes - freed, units)
+        freed += self._drain_all(excess_bytes - freed, units)
         if (moved := self._shrink()) is not None:
             self._hand = moved(self._hand)
             for pool in self._pools.values():
@@ -285,6 +285,9 @@ class Eviction(Slots):
         return Evicted(units, freed, (stuck or freed < excess_bytes) and len(units) < units_max)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
+    def _drain_all(self, need_bytes: int, units: list[int]) -> int:
+        return self._drain(None, need_bytes, units)
+
     def _drain(self, pool: Pool | None, need_bytes: int, units: list[int]) -> int:
         """Forget units of `pool` (None: of all) until `need_bytes` are free or nothing is left to choose."""
         freed = 0
@@ -437,12 +440,11 @@ class Eviction(Slots):
         pool.observe(interval, self._now)
 
     def _has_room(self, pool: Pool, size_bytes: int) -> bool:
-        """Whether a unit may become a resident without another leaving."""
+        """Whether a newcomer may become a resident without another leaving, beside a full probation."""
         share = LOW_MARK - PROBATION_SHARE
         if pool.main_bytes + size_bytes > pool.limit_bytes * share:
             return False
-        main_bytes = sum(each.main_bytes for each in self._pools.values())
-        return main_bytes + size_bytes <= self.capacity_bytes * share
+        return self.used_bytes - pool.probation_bytes + size_bytes <= self.capacity_bytes * share
 
     def _promote(self, slot: int) -> None:
         """Move a unit from probation to the residents. Its queue entry is dropped when the queue reaches it."""

@@ -16,8 +16,8 @@ read, and leaves first. Without hints every decision is the policy's.
 of which there are several if they are smaller. It is worth its bytes if enough of them are needed before that
 (`Hints.pays`); what is not is read from the backend range by range, and nothing leaves for it.
 
-Invariants. (1) A hinted unit never leaves while another hinted unit that may leave is due later. (2) A unit is hinted
-or pinned, not both.
+Invariants. (1) A hinted unit never leaves while another of those that give first (`copies.py`) is due later. (2) A
+unit is hinted or pinned, not both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import sys
 from collections.abc import Callable, Iterable
 from math import inf
 
-from forebay.core.machines.eviction import _PINNED, _PROBATION, INTERVALS_MIN, LOW_MARK, Evicted, Eviction
+from forebay.core.machines.copies import EvictionOfCopies
+from forebay.core.machines.eviction import _PINNED, _PROBATION, INTERVALS_MIN, LOW_MARK, Evicted
 from forebay.core.machines.foreseen import Foreseen, Latest, Stay, View
 from forebay.core.machines.pool import Pool
 from forebay.core.machines.slots import APART
@@ -34,7 +35,7 @@ from forebay.core.machines.slots import APART
 _HINTED = 4  # a flag beside those of eviction.py
 
 
-class HintedEviction(Eviction):
+class HintedEviction(EvictionOfCopies):
     """See the module's header. `view` knows the future; `hint` names the units it knows."""
 
     def __init__(self, capacity_bytes: int, view: View) -> None:
@@ -88,6 +89,11 @@ class HintedEviction(Eviction):
         self._fixed_bytes += self._sizes[slot] * (bool(after) - bool(before))
         return True
 
+    def place(self, unit: int, copy: bool) -> None:
+        super().place(unit, copy)
+        if unit in self._foreseen.units:
+            self._foreseen.add(unit, self._buckets[self._slots[unit]])
+
     def restore(self, units: Iterable[tuple[int, int, str, int, bool]], newest: int) -> None:
         known = [each for each in units if each[0] not in self._slots]
         super().restore(known, newest)
@@ -105,14 +111,15 @@ class HintedEviction(Eviction):
         """All units here that have hints."""
         return list(self._foreseen.units)
 
-    def stay(self, bucket: str, size_bytes: int) -> Stay:
-        """How long `size_bytes` of a bucket would stay if they came now."""
-        pool = self._pool_of[self._bucket_ids[bucket]] if bucket in self._bucket_ids else self._open
+    def stay(self, bucket: str, size_bytes: int, copy: bool = False) -> Stay:
+        """How long `size_bytes` of a bucket would stay if they came now; `copy`: another node is their home."""
+        pool = self._pool_of[self._id_of(bucket, copy)]
         over_bytes = self.used_bytes + size_bytes - int(self.capacity_bytes * LOW_MARK)
         own_bytes = 0 if pool is self._open else pool.used_bytes + size_bytes - int(pool.limit_bytes * LOW_MARK)
         if max(over_bytes, own_bytes) <= 0:
             return Stay(inf, False, inf)
-        among = pool if own_bytes > 0 else None  # a bucket above its quota gives up its own
+        spare_bytes = self._spare_bytes(size_bytes if pool is self._copies else 0)
+        among = pool if own_bytes > 0 else self._copies if spare_bytes else None  # who gives first, as `victims` does
         self._busy = None
         leaving_bytes = min(size_bytes, max(over_bytes, own_bytes))  # more may leave at once, but not for this
         last = self._foreseen.last_for(leaving_bytes, self._size_of, self._of(among), self._in_use)

@@ -167,6 +167,7 @@ class Engine:
                 self.peers = self._meet_peers(self.seat)
                 if self.peers is not None:
                     self.cold.is_of_another = self.peers.is_of_another
+                    self.room.other_homes = self.peers
                 self.homes = self.buckets.homes = self._know_homes(self.seat)
                 self.flusher.is_second = self.seat.is_second
                 self._keep_copies(self.seat)

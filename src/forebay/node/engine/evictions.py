@@ -14,6 +14,9 @@ time to time. Units are weighed by the space they take: a small object by its pa
 The store never reuses object ids, so a unit that comes back has a new one. Its history in the machine's ghost is
 therefore kept under a number made from bucket, key and block.
 
+In a cluster, copies of what other nodes are the home of leave first (`core/machines/copies.py`). When the map changes,
+and after a start, all units are told anew whether they are copies, a batch a turn.
+
 If jobs give hints, `foresight` hears of all that lands and leaves, and the blocks needed last go first
 (`core/machines/hinted_eviction.py`).
 
@@ -70,6 +73,24 @@ class Foresight(Protocol):
     def touched(self, object_id: int, first: int, end: int) -> None: ...
 
 
+class OtherHomes(Protocol):
+    """Knows which keys are at home on other nodes (`node/engine/peers.py`)."""
+
+    @property
+    def map_epoch(self) -> int: ...
+
+    def is_at_another(self, bucket: str, key: str, position: int) -> bool: ...
+
+
+class _Alone:
+    """There is no other node."""
+
+    map_epoch = 0
+
+    def is_at_another(self, bucket: str, key: str, position: int) -> bool:
+        return False
+
+
 class _Blind:
     """Nobody gives hints."""
 
@@ -84,7 +105,7 @@ class _Blind:
 class Room:
     """See the module's header. `busy`: whether a flight needs a block. `evicted` hears what left the store, `held` of
     objects whose files somebody still has open. `hints` knows when units are due, `foresight` (set it) which have
-    hints."""
+    hints, and `other_homes` (set it in a cluster) which are copies."""
 
     def __init__(
         self,
@@ -107,6 +128,9 @@ class Room:
         self._held = held
         self._hints = hints
         self.foresight: Foresight = _Blind()
+        self.other_homes: OtherHomes = _Alone()
+        self._placed_epoch = 0  # of the map by which units were told whether they are copies
+        self._placing: asyncio.Task[None] | None = None
         self._machines: dict[str, HintedEviction] = {}
         self._quotas: dict[str, int | None] = {}
         self._reclaiming: dict[str, asyncio.Task[None]] = {}  # by volume
@@ -162,9 +186,29 @@ class Room:
         self.make_room()
 
     def follow_volumes(self) -> None:
-        """Every few seconds: the disks' free space changes, and volumes go out."""
+        """Every few seconds: the disks' free space changes, volumes go out, and the map changes."""
         self._follow()
         self.make_room()
+        epoch = self.other_homes.map_epoch
+        if epoch not in (0, self._placed_epoch) and self._restoring is None and self._placing is None:
+            self._placing = asyncio.create_task(self._place(epoch))
+
+    async def _place(self, epoch: int) -> None:
+        """Tell the machines of all units whether they are copies, by the map of this epoch."""
+        try:
+            for volume_id, units in self._store.unit_batches():
+                if (machine := self._machines.get(volume_id)) is not None:
+                    for bucket, key, object_id, block, *_ in units:
+                        machine.place(unit_of(object_id, block), self._is_copy(bucket, key, block))
+                await asyncio.sleep(0)
+            self._placed_epoch = epoch
+        except Exception:
+            log.exception("could not tell which units are copies; it is tried again")
+        finally:
+            self._placing = None
+
+    def _is_copy(self, bucket: str, key: str, block: int) -> bool:
+        return self.other_homes.is_at_another(bucket, key, block * limits.BLOCK_BYTES)
 
     def _follow(self) -> None:
         usages = {usage.volume_id: usage for usage in self._store.usage() if usage.state != "out"}
@@ -187,7 +231,8 @@ class Room:
         if machine is None:
             return
         number = unit_of(*unit)
-        machine.landed(number, size_bytes, whose_versions(bucket) or bucket, ghost_name(bucket, key, unit[1]))
+        name, copy = ghost_name(bucket, key, unit[1]), self._is_copy(bucket, key, unit[1])
+        machine.landed(number, size_bytes, whose_versions(bucket) or bucket, name, copy)
         if pinned:
             machine.pin(number)
         if self.foresight.landed(bucket, key, number, unit[1], size_bytes):
@@ -203,7 +248,8 @@ class Room:
         keep = bool(record.state & _KEPT)
         for block, size_bytes in _units_of(record):
             unit = unit_of(record.object_id, block)
-            machine.landed(unit, size_bytes, bucket, ghost_name(bucket, key, block))
+            name = ghost_name(bucket, key, block)
+            machine.landed(unit, size_bytes, bucket, name, self._is_copy(bucket, key, block))
             if keep:
                 machine.pin(unit)
             if self.foresight.landed(bucket, key, unit, block, size_bytes):
@@ -265,10 +311,12 @@ class Room:
         for machine in self._machines.values():
             machine.all_moved()
 
-    def stay(self, bucket: str, key: str, size_bytes: int) -> Stay:
-        """How long `size_bytes` of an object would stay if they came now."""
+    def stay(self, bucket: str, key: str, block: int, size_bytes: int) -> Stay:
+        """How long `size_bytes` of an object, from that block on, would stay if they came now."""
         machine = self._machines.get(self._store.volume_of(bucket, key))
-        return Stay(0.0, True) if machine is None else machine.stay(bucket, size_bytes)
+        if machine is None:
+            return Stay(0.0, True)
+        return machine.stay(bucket, size_bytes, self._is_copy(bucket, key, block))
 
     def window_bytes(self, share: float) -> int:
         """How far ahead to fetch: the free bytes, or this share of the capacity if that is more."""
@@ -358,10 +406,10 @@ class Room:
             await asyncio.gather(self._restoring, return_exceptions=True)
         if self._making is not None:
             self._making.cancel()
-        reclaiming = list(self._reclaiming.values())
-        for task in reclaiming:
+        working = [*self._reclaiming.values(), *([self._placing] if self._placing is not None else [])]
+        for task in working:
             task.cancel()
-        await asyncio.gather(*reclaiming, return_exceptions=True)
+        await asyncio.gather(*working, return_exceptions=True)
 
 
 def _units_of(record: Record) -> Iterator[tuple[int, int]]:

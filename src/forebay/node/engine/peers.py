@@ -128,6 +128,17 @@ class Peers:
         home = self._seat.home(bucket, key, position // STRIPE_BYTES)
         return home is None or home.node != self._node_id
 
+    @property
+    def map_epoch(self) -> int:
+        """Of the map by which keys are at home; 0 while there is none that is active."""
+        agreed = self._seat.agreed
+        return agreed.epoch if agreed is not None and agreed.active else 0
+
+    def is_at_another(self, bucket: str, key: str, position: int) -> bool:
+        """Whether another node, which lives, is the home of what begins there, and is asked for it."""
+        home = self._seat.home(bucket, key, position // STRIPE_BYTES)
+        return home is not None and home.node != self._node_id and not whose_versions(bucket)
+
     def _backend(self, bucket: str, place: Home) -> Backend:
         backend = self._backends.get((bucket, place))
         if backend is None:

@@ -82,7 +82,7 @@ class Space(Protocol):
 
     def all_moved(self) -> None: ...
 
-    def stay(self, bucket: str, key: str, size_bytes: int) -> Stay: ...
+    def stay(self, bucket: str, key: str, block: int, size_bytes: int) -> Stay: ...
 
     def window_bytes(self, share: float) -> int: ...
 
@@ -267,7 +267,7 @@ class Hinting:
             size_bytes = sum(map(source.dataset.size_of_number, numbers))
             if size_bytes <= wanted_bytes * OVERFETCH_MAX:
                 return True
-            stay = self._room.stay(bucket, key, size_bytes + self._cold.landing_bytes)
+            stay = self._room.stay(bucket, key, blocks[0], size_bytes + self._cold.landing_bytes)
             pays |= self.hints.pays(source.dataset, numbers, stay, self._room.window_bytes(1.0))
         return pays or not known
 
@@ -326,7 +326,7 @@ class Hinting:
                     continue
                 key = plan.source.listing.key(wanted.object)
                 size_bytes = wanted.size_bytes + max(plan.flying_bytes, self._cold.landing_bytes)
-                stay = self._room.stay(plan.source.listing.bucket, key, size_bytes)
+                stay = self._room.stay(plan.source.listing.bucket, key, wanted.first, size_bytes)
                 holds_bytes = self._room.window_bytes(1.0)
                 pays = self.hints.pays(plan.source.dataset, wanted.blocks, stay, holds_bytes)
                 if stay.first <= wanted.due or not pays:
