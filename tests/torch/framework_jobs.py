@@ -4,7 +4,8 @@
 `skip` with 2 ranks and 0 workers) once without a stop, and once killed and started again as `stops` says. The library
 is imported once, and ranks are forked from there. Each rank writes down the samples of each batch that it trains on;
 what it took after the newest checkpoint is rolled back with the model, as in any job. Printed in the end is what each
-rank took, by job.
+rank took, by job; after how many steps its starts resumed, since one that began anew would take the same; and what it
+validated with, where the library does that.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ class Job(NamedTuple):
         log = self.folder / f"log-{self.rank}"
         log.touch()
         log.write_text("".join(log.read_text().splitlines(keepends=True)[:steps]))
+        if self.number:
+            with open(self.folder / f"resumed-{self.rank}", "a") as resumed:
+                resumed.write(f"{steps}\n")
 
     def take(self, batch: Any) -> torch.Tensor:
         """Write down a batch, and make of it what a model takes. The job may end here, with no checkpoint under way."""
@@ -95,8 +99,15 @@ def on_lightning(job: Job) -> None:
         def training_step(self, batch: Any, number: int) -> Any:
             return self.layer(job.take(batch)).sum() * 0
 
+        def on_validation_start(self) -> None:
+            validated.clear()
+
         def validation_step(self, batch: Any, number: int) -> None:
-            validated.append(sorted(batch.tolist()))
+            validated.append(batch.tolist())
+
+        def on_validation_end(self) -> None:
+            with open(job.folder / f"validated-{job.rank}", "a") as log:
+                log.write(json.dumps([self.trainer.sanity_checking, validated]) + "\n")
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.1)
@@ -105,12 +116,10 @@ def on_lightning(job: Job) -> None:
     kept = pl.callbacks.ModelCheckpoint(job.folder / "kept", every_n_train_steps=1, save_last=True)
     how: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     how |= {"accelerator": "cpu", "devices": job.world, "strategy": "ddp" if job.world > 1 else "auto"}
-    how |= {"limit_val_batches": 2}
     trainer = pl.Trainer(callbacks=[kept], max_epochs=EPOCHS, default_root_dir=job.folder, **how)
     names = job.names | {"pl": pl, "model": Net(), "trainer": trainer}
     names["resuming"] = (job.folder / "kept" / "last.ckpt").exists()
     job.run_block("pl.LightningDataModule", names)
-    assert validated, "there was a loader for it"
 
 
 def on_accelerate(job: Job) -> None:
@@ -210,9 +219,16 @@ LIBRARIES: dict[str, tuple[Callable[[Job], None], str]] = {
 
 def stops(world: int) -> list[int]:
     """In which of its steps each start ends: early in epoch 0; in the first of epoch 1, so that the newest checkpoint
-    is of the epoch's very end; and in the middle of the last epoch. The last start goes on to the end."""
+    is of the epoch's very end; and in the middle of the last epoch. The last start goes on to the end. Each step is
+    saved when it is over, so they resume where `resumptions` says."""
     an_epoch = -(-SAMPLES // (BATCH * world))
     return [3, an_epoch + 1 - 2, an_epoch + 2, 0]
+
+
+def resumptions(world: int) -> list[int]:
+    """After how many steps of the job each start but the first resumes."""
+    an_epoch = -(-SAMPLES // (BATCH * world))
+    return [2, an_epoch, 2 * an_epoch + 1]
 
 
 def start(run: Callable[[Job], None], job: Job) -> int:
@@ -257,7 +273,7 @@ def be_rank(run: Callable[[Job], None], job: Job) -> None:
 def main(library: str, url: str, place: str, folder: str, *jobs: str) -> None:
     run, module = LIBRARIES[library]
     importlib.import_module(module)
-    found: dict[str, dict[str, list[list[list[int]]]]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for name in jobs:
         flavour, _, shape = name.partition("/")
         world, workers = (int(number) for number in shape.split("x"))
@@ -267,13 +283,14 @@ def main(library: str, url: str, place: str, folder: str, *jobs: str) -> None:
             for number, dies_at in enumerate(ends):
                 well = start(run, Job(flavour, url, place, here, 0, world, workers, number, dies_at))
                 assert well == (0 if dies_at else world), f"{well} ranks ended well in start {number} of {here}"
-            found.setdefault(name, {})[kind] = [taken(here, rank) for rank in range(world)]
+            found.setdefault(name, {})[kind] = [lines(here / f"log-{rank}") for rank in range(world)]
+            found[name][f"{kind}, validated"] = [lines(here / f"validated-{rank}") for rank in range(world)]
+        found[name]["resumed"] = [lines(here / f"resumed-{rank}") for rank in range(world)]
     print(json.dumps(found))
 
 
-def taken(folder: Path, rank: int) -> list[list[int]]:
-    """The batches that a rank trained on."""
-    return [json.loads(line) for line in (folder / f"log-{rank}").read_text().splitlines()]
+def lines(file: Path) -> list[Any]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 if __name__ == "__main__":

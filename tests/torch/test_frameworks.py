@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,7 @@ from forebay.core.errors import Invalid
 from forebay.torch import BatchSampler, DataLoader, ObjectDataset, ShardDataset
 from forebay.torch.order import Permuted
 from tests.node.conftest import NodeProcess
-from tests.torch import framework_jobs
-from tests.torch.framework_jobs import BATCH, BLOCKS, EPOCHS, SAMPLES, Job, taken
+from tests.torch.framework_jobs import BATCH, BLOCKS, EPOCHS, SAMPLES, resumptions
 from tests.torch.memory_source import MemorySource, as_int
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,24 +69,45 @@ def check_epochs(ranks: list[list[list[int]]]) -> None:
     assert all(len(rank) == EPOCHS * steps for rank in ranks)
 
 
+def check_jobs(python: str, library: str, jobs: list[str], place: tuple[str, str], folder: Path) -> None:
+    """Each, killed and started again, trains on what it trains on without a stop, and begins nothing anew."""
+    command = [python, "-m", "tests.torch.framework_jobs", library, *place, str(folder / "jobs"), *jobs]
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "src")))
+    known = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=folder, env=known, capture_output=True, timeout=2900, check=False)
+    assert done.returncode == 0, (done.stderr + done.stdout).decode()[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert list(found) == jobs
+    for job, kinds in found.items():
+        world = len(kinds["whole"])
+        check_epochs(kinds["whole"])
+        assert kinds["resumed"] == [resumptions(world)] * world, job
+        assert kinds["stopped"] == kinds["whole"], job
+        for kind in ("whole, validated", "stopped, validated"):
+            if library == "lightning":
+                check_validations(kinds[kind])
+        assert library != "lightning" or len(kinds["whole, validated"][0]) == 1 + EPOCHS
+
+
+def check_validations(ranks: list[list[tuple[bool, list[list[int]]]]]) -> None:
+    """A sanity check takes two batches, and the validation after it all of them, from the first one on."""
+    found = list(zip(*ranks, strict=True))
+    assert found[0][0][0], "Lightning checks first"
+    for validation in found:
+        batches = [batch for step in zip(*(batches for _, batches in validation), strict=True) for batch in step]
+        seen = [number for batch in batches for number in batch]
+        count = 2 * BATCH * len(ranks) if validation[0][0] else SAMPLES
+        assert seen[:count] == list(range(count))
+        assert len(seen) < count + len(ranks), "at the end some ranks may get one from the start"
+
+
 @pytest.mark.real
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("library", list(JOBS) if FRAMEWORKS else [])
 def test_a_job_that_was_killed_trains_on_what_another_trains_on(
     place: tuple[str, str], tmp_path: Path, library: str
 ) -> None:
-    command = [str(ROOT / FRAMEWORKS), "-m", "tests.torch.framework_jobs", library, *place, str(tmp_path / "jobs")]
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "src")))
-    known = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, *JOBS[library]], cwd=tmp_path, env=known, capture_output=True, timeout=2900, check=False
-    )
-    assert done.returncode == 0, (done.stderr + done.stdout).decode()[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert list(found) == JOBS[library]
-    for job, kinds in found.items():
-        check_epochs(kinds["whole"])
-        assert kinds["stopped"] == kinds["whole"], job
+    check_jobs(str(ROOT / FRAMEWORKS), library, JOBS[library], place, tmp_path)
 
 
 def test_the_blocks_of_the_others_are_python() -> None:
@@ -95,7 +116,7 @@ def test_the_blocks_of_the_others_are_python() -> None:
         compile(text, "docs/training.md", "exec")
 
 
-# --- accelerate, in this process ------------------------------------------------------------------------------------
+# --- accelerate, which our own Python has ----------------------------------------------------------------------------
 @pytest.fixture
 def accelerate() -> Iterator[Any]:
     """The library; what it knows of this process is forgotten at the end."""
@@ -107,10 +128,8 @@ def accelerate() -> Iterator[Any]:
 
 
 @pytest.mark.real
-def test_the_block_for_accelerate_runs_and_resumes(place: tuple[str, str], tmp_path: Path, accelerate: Any) -> None:
-    job = Job("ours", *place, tmp_path, 0, 1, 0, 0, 0)
-    framework_jobs.on_accelerate(job)
-    check_epochs([taken(tmp_path, 0)])
+def test_the_block_for_accelerate_runs_and_resumes(place: tuple[str, str], tmp_path: Path) -> None:
+    check_jobs(sys.executable, "accelerate", ["ours/1x0"], place, tmp_path)
 
 
 def numbered(numbers: MemorySource) -> ObjectDataset:
