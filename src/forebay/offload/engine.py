@@ -49,6 +49,7 @@ from forebay.offload.guard import Guard
 from forebay.offload.movables import Books, Lasting, Movable, Residency
 from forebay.offload.planning.choose import Choice, choose
 from forebay.offload.planning.hardware import Hardware, Tier
+from forebay.offload.planning.improve import EVALUATIONS
 from forebay.offload.planning.itinerary import itinerary
 from forebay.offload.planning.plan import SIZE_BYTES_MIN
 from forebay.offload.planning.trace import KINDS, Trace, unmoved
@@ -730,9 +731,9 @@ class Offload:
     def _follow(self, trace: Trace, *, anew: bool = False) -> bool:
         """Plan for a trace, and follow the plan from the next step on; False if there is none. `anew`: its times are a
         profiler's."""
-        improve = not anew  # such a plan is followed for TIMED_STEPS only: that is not worth the time
+        replays_max = 0 if anew else EVALUATIONS  # such a plan is followed for TIMED_STEPS only: not worth the time
         try:
-            choice, _ = choose(trace, self.hardware, size_bytes_min=self._size_bytes_min, improve=improve)
+            choice, _ = choose(trace, self.hardware, size_bytes_min=self._size_bytes_min, replays_max=replays_max)
         except Invalid as refused:
             if self.trace is None:
                 raise  # at the beginning, when whoever gave the budget is still there

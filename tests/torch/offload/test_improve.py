@@ -43,7 +43,7 @@ def test_it_gains_where_greedy_leaves_something() -> None:
     for layers, share in ((2, 0.7), (3, 0.7), (4, 0.55)):
         trace = layered(layers)
         machine = disk(budget_of(trace, share), 4e9)
-        greedy, _ = choose(trace, machine, size_bytes_min=1, improve=False)
+        greedy, _ = choose(trace, machine, size_bytes_min=1, replays_max=0)
         better, tried = choose(trace, machine, size_bytes_min=1)
         assert better.replayed.step_s <= greedy.replayed.step_s
         assert any(choice.plan.rank.endswith(improve.IMPROVED) for choice in tried)
@@ -57,4 +57,4 @@ def test_a_step_too_large_for_two_replays_is_left_as_it_is(monkeypatch: pytest.M
     start = plan(trace, machine, "area")
     ran = replay(trace, start)
     monkeypatch.setattr(improve, "WORK", 100)
-    assert improved(trace, start, ran) == (start, ran)
+    assert improved(trace, start, ran, FEW) == (start, ran)

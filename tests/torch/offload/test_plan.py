@@ -259,7 +259,7 @@ def test_on_a_slow_disk_a_plan_beyond_its_bandwidth_waits_less(share: float) -> 
     """The disk cannot do it: what greedy by free slots leaves over is moved too late, and costs more."""
     trace = layered(layers=24)
     machine = hardware(trace, share, 2e9)
-    chosen, choices = choose(trace, machine, improve=False)
+    chosen, choices = choose(trace, machine, replays_max=0)
     alone = min(choice.replayed.step_s for choice in choices if "overbooked" not in choice.plan.rank)
     printed = next(choice for choice in choices if choice.plan.rank == "ratio")
     assert "overbooked" in chosen.plan.rank

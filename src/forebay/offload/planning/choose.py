@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from forebay.core.errors import Invalid
 from forebay.offload.planning.hardware import Hardware, Tier
-from forebay.offload.planning.improve import improved
+from forebay.offload.planning.improve import EVALUATIONS, improved
 from forebay.offload.planning.periods import inactive, last_point
 from forebay.offload.planning.plan import (
     RANKS,
@@ -70,16 +70,17 @@ def choose(
     ranks: tuple[Rank, ...] = RANKS,
     *,
     size_bytes_min: int = SIZE_BYTES_MIN,
-    improve: bool = True,
+    replays_max: int = EVALUATIONS,
 ) -> tuple[Choice, list[Choice]]:
-    """The best plan, and all that were tried. Nothing below `size_bytes_min` moves, unless it does not fit without.
+    """The best plan, and all that were tried. Nothing below `size_bytes_min` moves, unless it does not fit without. The
+    best is improved with at most `replays_max` replays.
     `Invalid`, with the bytes that would do, if no plan keeps the step within the budget."""
     size_bytes_min = movable_from(trace, hardware, size_bytes_min)
     choices = [Choice(plan_, replay(trace, plan_)) for plan_ in _plans(trace, hardware, ranks, size_bytes_min)]
     chosen = best(choices)
-    if improve:
-        better = Choice(*improved(trace, chosen.plan, chosen.replayed))
-        choices += [better] if better.plan is not chosen.plan else []
+    better = Choice(*improved(trace, chosen.plan, chosen.replayed, replays_max))
+    if better.plan is not chosen.plan:
+        choices.append(better)
         chosen = best(choices)
     if not chosen.fits:
         raise Invalid(

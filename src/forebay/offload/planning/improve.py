@@ -147,11 +147,11 @@ class _Search:
 IMPROVED = ", improved"
 
 
-def improved(trace: Trace, start: Plan, ran: Replayed, evaluations_max: int | None = None) -> tuple[Plan, Replayed]:
+def improved(trace: Trace, start: Plan, ran: Replayed, evaluations_max: int) -> tuple[Plan, Replayed]:
     """A plan whose replay is no slower than that of `start`, which is `ran`; `start` itself if none was found."""
     stretches = stretches_of(trace, start.size_bytes_min)
     size = stretches.count + len(start.moves) + len(trace.use_operators)
-    evaluations = min(EVALUATIONS if evaluations_max is None else evaluations_max, WORK // (2 * size))
+    evaluations = min(evaluations_max, WORK // (2 * size))
     budget, enough_s = start.hardware.budget_bytes, ran.compute_s * (1 + ENOUGH_SHARE)
     if evaluations < 2 or ran.step_s <= enough_s or ran.peak_bytes > budget:
         return start, ran
