@@ -198,12 +198,18 @@ def test_the_wrong_cluster_is_noticed(node: Make, etcd: servers.EtcdCluster, tmp
 def test_a_node_works_while_etcd_is_away_and_acknowledges_nothing_that_only_it_has(
     node: Make, single: servers.EtcdCluster, tmp_path: Path
 ) -> None:
-    (tmp_path / "through").mkdir()
+    for name in ("through", "bucket"):
+        (tmp_path / name).mkdir()
     (tmp_path / "through" / "there").write_bytes(b"before")
     single.members[0].kill()
     one = node(*flags(tmp_path, url(single.addresses, "alone"), 4.0))
-    one.add_bucket("through", f"file://{tmp_path / 'through'}")
-    add_back_bucket(one, tmp_path / "bucket")
+    status, answer = one.ask(
+        "PUT", "/-/v1/buckets/all", {"Content-Type": "application/json"}, b'{"name": "all", "url": "memory://"}'
+    )
+    assert (status, b"--here" in answer) == (503, True), "the other nodes cannot be told"
+    through = {"name": "through", "url": f"file://{tmp_path / 'through'}", "freshness_s": 1e18}
+    one.json("PUT", "buckets/through?here=1", through)
+    one.json("PUT", "buckets/back?here=1", {"name": "back", "url": f"file://{tmp_path / 'bucket'}", "write": "back"})
     for word in ("away at the start", "away later"):
         until(lambda: "etcd does not answer" in cluster_of(one)["trouble"])
         until(lambda: not takes_writes(one), "that it fenced itself")

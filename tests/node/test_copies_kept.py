@@ -207,6 +207,14 @@ def agreed(cluster: Cluster) -> Map:
     return seen[0]
 
 
+def keep_nothing_once(cluster: Cluster) -> None:
+    """A bucket that is kept once would keep its node from being taken over."""
+    once = {"local", "back"}
+    for name in once:
+        cluster.nodes[0].json("DELETE", f"buckets/{name}")
+    until(lambda: not any(once & {each["name"] for each in one.json("GET", "buckets")} for one in cluster.nodes))
+
+
 def test_what_a_killed_node_acknowledged_is_taken_over(node: Make, etcd: servers.EtcdCluster, tmp_path: Path) -> None:
     """Its disks never come back, as far as the others know, until all is in the bucket."""
     with servers.SeaweedFS() as seaweed:
@@ -216,8 +224,7 @@ def test_what_a_killed_node_acknowledged_is_taken_over(node: Make, etcd: servers
         lake = {"name": "lake", "url": "s3://lake", "write": "back", "copies": 2, "options": seaweed.options()}
         for one in cluster.nodes:
             one.json("PUT", "buckets/lake", lake)
-            for name in ("local", "back"):  # a bucket that is kept once would keep its node from being taken over
-                one.json("DELETE", f"buckets/{name}")
+        keep_nothing_once(cluster)
         for asked in cluster.clients:
             until(lambda asked=asked: written(asked, "lake", "warm"), "that it takes writes")
         until(lambda: kept(cluster) == 2, "that it is flushed")
@@ -304,9 +311,7 @@ def test_a_home_that_was_paused_shows_nothing_old(node: Make, etcd: servers.Etcd
     """Its fronts would find all of it in the index, and its engine would acknowledge."""
     cluster = Cluster(taking_over(node, "--fronts", "1"), etcd, tmp_path, 3, *SOON)
     twice(cluster)
-    for one in cluster.nodes:
-        for name in ("local", "back"):
-            one.json("DELETE", f"buckets/{name}")
+    keep_nothing_once(cluster)
     key = cluster.key(1, "own")
     passed_on = cluster.key(1, "own", start=int(key.partition("-")[2]) + 1)
     assert written(cluster.clients[0], "own", key, b"old")

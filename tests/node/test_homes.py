@@ -325,12 +325,12 @@ def test_a_join_and_a_drain_while_data_is_dirty(node: Make, etcd: servers.EtcdCl
 
 
 def kept_differently(cluster: Cluster, tmp_path: Path) -> None:
-    """Nodes that keep a bucket differently refuse it."""
+    """Nodes that keep a bucket differently refuse it: each was told alone."""
     one, two = cluster.nodes
     (tmp_path / "other").mkdir()
     other = {"name": "mixed", "url": f"file://{tmp_path / 'other'}", "write": "back"}
-    one.json("PUT", "buckets/mixed", other)
-    two.json("PUT", "buckets/mixed", {**other, "write": "through"})
+    one.json("PUT", "buckets/mixed?here=1", other)
+    two.json("PUT", "buckets/mixed?here=1", {**other, "write": "through"})
 
     def words(asked: NodeProcess) -> bytes:
         status, said = asked.ask("GET", "/mixed/key")
@@ -339,7 +339,7 @@ def kept_differently(cluster: Cluster, tmp_path: Path) -> None:
     assert b"written back to" in until(lambda: words(two), "that it knows how the other keeps it")
     assert two.ask("PUT", "/mixed/key", body=b"bytes")[0] == 503
     assert not list((tmp_path / "other").iterdir())
-    two.json("PUT", "buckets/mixed", other)
+    two.json("PUT", "buckets/mixed?here=1", other)
     until(lambda: two.ask("PUT", "/mixed/key", body=b"bytes")[0] == 200)
     assert one.get("mixed", "key") == b"bytes"
 

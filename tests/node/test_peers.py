@@ -112,7 +112,7 @@ def test_what_all_nodes_read_at_once_costs_the_backend_its_bytes_once(
     assert nodes[1].get("corpus", old) == bodies["one"]
     (tmp_path / "bucket" / old).write_bytes(bodies["blocks"])
     assert first.get("corpus", old) == bodies["blocks"]
-    nodes[1].json("DELETE", "buckets/corpus")
+    nodes[1].json("DELETE", "buckets/corpus?here=1")
     gone = next(f"gone-{number}" for number in range(1000) if home_of(first, f"gone-{number}") == ids[1])
     (tmp_path / "bucket" / gone).write_bytes(bodies["one"])
     assert first.get("corpus", gone) == bodies["one"]

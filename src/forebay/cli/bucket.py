@@ -15,7 +15,7 @@ import msgspec
 import typer
 
 from forebay.cli import show
-from forebay.cli.options import AsJson, BucketName, Debug, Url, open_client
+from forebay.cli.options import AsJson, BucketName, Debug, Here, Url, open_client
 from forebay.cli.outcome import one_line, verb
 from forebay.core.backend_options import HIDDEN, is_secret
 from forebay.core.errors import Exists, Invalid
@@ -235,6 +235,7 @@ def add(
     option: Options = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Ask the backend first.")] = True,
     replace: Annotated[bool, typer.Option("--replace", help="Change the bucket if it is there.")] = False,
+    here: Here = False,
     url: Url = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -251,7 +252,7 @@ def add(
         there = {found.name: found for found in client.buckets()}.get(name)
         if there is not None and not replace:
             raise Exists(f"bucket {name} is there already, from {there.url}: choose another name, or add --replace")
-        kept = client.bucket_put(bucket, check=check)
+        kept = client.bucket_put(bucket, check=check, here=here)
     if as_json:
         show.document(kept)
     else:
@@ -278,6 +279,7 @@ def change(
     option: Options = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Ask the backend first.")] = True,
     force: Force = False,
+    here: Here = False,
     url: Url = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -297,7 +299,7 @@ def change(
             fields["options"] = {n: v for n, v in (old.options | fields["options"]).items() if v}
         wanted = _checked(msgspec.structs.replace(old, **fields))
         mine = only_here(client, old) if force else []
-        kept = client.bucket_put(wanted, check=check, force=force)
+        kept = client.bucket_put(wanted, check=check, force=force, here=here)
         if (old.url, old.options, old.write) != (kept.url, kept.options, kept.write):
             _tell_given_up(name, mine, only_here(client, kept))
     if as_json:
@@ -376,11 +378,18 @@ def settings_of(bucket: Bucket) -> list[tuple[str, str]]:
 
 @app.command("rm")
 @verb
-def rm(name: BucketName, force: Force = False, url: Url = None, as_json: AsJson = False, debug: Debug = False) -> None:
+def rm(
+    name: BucketName,
+    force: Force = False,
+    here: Here = False,
+    url: Url = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
     """Forget a bucket and evict what is cached of it; the backend keeps everything."""
     with open_client(url) as client:
         mine = only_here(client, client.bucket(name)) if force else []
-        client.bucket_delete(name, force=force)
+        client.bucket_delete(name, force=force, here=here)
         _tell_given_up(name, mine, [])
     if as_json:
         show.document({"name": name, "removed": True})

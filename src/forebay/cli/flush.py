@@ -8,7 +8,7 @@ import typer
 
 from forebay.cli import jobs
 from forebay.cli.complete import addresses as complete_addresses
-from forebay.cli.options import AsJson, Debug, Url, open_client
+from forebay.cli.options import AsJson, Debug, Here, Url, open_client
 from forebay.cli.outcome import verb
 from forebay.core.errors import Invalid
 
@@ -34,7 +34,7 @@ def flush(
     wait: jobs.Wait = True,
     quiet: jobs.Quiet = False,
     url: Url = None,
-    here: jobs.Here = False,
+    here: Here = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> int:

@@ -18,7 +18,7 @@ import typer
 
 from forebay.cli import address, show
 from forebay.cli.complete import addresses as complete_addresses
-from forebay.cli.options import AsJson, Debug, Url, open_client
+from forebay.cli.options import AsJson, Debug, Here, Url, open_client
 from forebay.cli.outcome import EXIT_PARTIAL, Interrupted, one_line, verb
 from forebay.cli.progress import Progress
 from forebay.core import limits
@@ -59,7 +59,6 @@ DONE = {
 MOVING = ("prefetch", "flush", "rewarm")  # their bytes move; those of the others are counted only
 
 
-Here = Annotated[bool, typer.Option("--here", help="Only at the node that is asked, not at all of its cluster.")]
 Job = tuple[str, str, tuple[str, ...]]
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from forebay.client.sync import Client
 
 _BUCKET = re.compile(r"bucket '?([a-z0-9.-]+)'?")
+Here = Annotated[bool, typer.Option("--here", help="Only at the node that is asked, not at all of its cluster.")]
 Url = Annotated[
     str | None,
     typer.Option("--url", metavar="URL", envvar="FOREBAY_URL", help="The node. Default: http://127.0.0.1:9400."),

@@ -144,6 +144,7 @@ def _cluster(state: NodeState) -> list[str]:
     )
     lines = ["", f"cluster {cluster.name}: {known}; this node (*) {'holds its' if cluster.holds else 'HOLDS NO'} lease"]
     lines += [show.columns(("NODE", "STATE", "KEYS", "MAP", "ADDRESS", "DOING"), rows, right=(2, 3))] if rows else []
+    lines += [f"bucket {name} is not yet as the cluster has it: {why}" for name, why in cluster.lagging.items()]
     return [*lines, f"TROUBLE: {cluster.trouble}"] if cluster.trouble else lines
 
 

@@ -273,17 +273,18 @@ def bucket(name: str) -> Flow[Bucket]:
     return found
 
 
-def bucket_put(bucket: Bucket, *, check: bool, force: bool = False) -> Flow[Bucket]:
+def bucket_put(bucket: Bucket, *, check: bool, force: bool = False, here: bool = False) -> Flow[Bucket]:
     """Create or change a bucket; with `check` the node first asks the backend whether it answers and takes writes."""
-    flags = (("check", "1" if check else ""), ("force", "1" if force else ""))
+    flags = (("check", "1" if check else ""), ("force", "1" if force else ""), ("here", "1" if here else ""))
     target = with_query(encode_path("-/v1/buckets", bucket.name), flags)
     kept: Bucket = yield from ask_json(_post(target, bucket, "PUT"), f"bucket {bucket.name}", Bucket)
     return kept
 
 
-def bucket_delete(name: str, *, force: bool = False) -> Flow[None]:
+def bucket_delete(name: str, *, force: bool = False, here: bool = False) -> Flow[None]:
     """Forget a bucket and evict what is cached of it; the backend is not touched."""
-    target = with_query(encode_path("-/v1/buckets", name), (("force", "1" if force else ""),))
+    flags = (("force", "1" if force else ""), ("here", "1" if here else ""))
+    target = with_query(encode_path("-/v1/buckets", name), flags)
     yield from _ask(Request("DELETE", target), f"bucket {name}")
 
 

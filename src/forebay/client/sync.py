@@ -558,15 +558,16 @@ class Client:
         """One bucket's settings; secrets in its options read `***`."""
         return self.run(flows.bucket(name))
 
-    def bucket_put(self, bucket: Bucket, *, check: bool = True, force: bool = False) -> Bucket:
+    def bucket_put(self, bucket: Bucket, *, check: bool = True, force: bool = False, here: bool = False) -> Bucket:
         """Create or change a bucket; with `check` only if its backend answers and, if it is written back, takes a
         write. `force` gives up what only the node has where that is in the way; without it that is `Busy` or
-        `Exists`."""
-        return self.run(flows.bucket_put(bucket, check=check, force=force))
+        `Exists`. In a cluster at all nodes, unless `here`."""
+        return self.run(flows.bucket_put(bucket, check=check, force=force, here=here))
 
-    def bucket_delete(self, name: str, *, force: bool = False) -> None:
-        """Forget a bucket and evict what is cached of it; the backend keeps everything. `force` as in `bucket_put`."""
-        self.run(flows.bucket_delete(name, force=force))
+    def bucket_delete(self, name: str, *, force: bool = False, here: bool = False) -> None:
+        """Forget a bucket and evict what is cached of it; the backend keeps everything. `force` and `here` as in
+        `bucket_put`."""
+        self.run(flows.bucket_delete(name, force=force, here=here))
 
     def bucket_check(self, name: str) -> None:
         """Return if the bucket's backend answers the node with its credentials, else raise the kind that says why."""

@@ -39,12 +39,13 @@ class Nothing(msgspec.Struct, frozen=True):
 
 
 class BucketNamed(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`force`: delete it although the node has something of it that is nowhere else, which is given up. `maker` as in
-    `BucketPutCall`."""
+    """`force`: delete it although the node has something of it that is nowhere else, which is given up. `maker` and
+    `here` as in `BucketPutCall`."""
 
     name: str
     force: bool = False
     maker: str = ""
+    here: bool = False
 
 
 class IssuerNamed(msgspec.Struct, frozen=True):
@@ -58,13 +59,14 @@ class BucketPutCall(msgspec.Struct, frozen=True, omit_defaults=True):
     `force`: also if that gives up what the node has not brought to the old place. `free`: the caller may send the node
     anywhere; else the place is one that the node's settings allow, or as it was. `maker`: whoever may do it only to a
     bucket that they made, or make now; "" for others. The engine asks again, since a bucket of that name may have
-    become another's meanwhile."""
+    become another's meanwhile. `here`: only at this node of a cluster, not at the others."""
 
     bucket: Bucket
     check: bool = False
     force: bool = False
     free: bool = False
     maker: str = ""
+    here: bool = False
 
 
 class BucketRulesCall(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -64,7 +64,7 @@ class ClusterNode(msgspec.Struct, frozen=True):
 
 class ClusterState(msgspec.Struct, frozen=True):
     """The cluster as a node knows it. `epoch`, `active`: of the map; `holds`: the node holds its lease; `trouble` keeps
-    it from its place."""
+    it from its place. `lagging`: buckets that this node does not have yet as the cluster has them, and why."""
 
     name: str
     node_id: str
@@ -73,6 +73,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     holds: bool
     trouble: str = ""
     nodes: list[ClusterNode] = []
+    lagging: dict[str, str] = {}
 
 
 class NodeState(msgspec.Struct, frozen=True):

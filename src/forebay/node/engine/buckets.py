@@ -359,11 +359,12 @@ class Buckets:
             raise Invalid(f"nothing can be written back to {bucket.url}, which can only be read: give another URL")
         return served
 
-    async def put(self, bucket: Bucket) -> Bucket:
-        """Add or change a bucket, whose backend is opened and not asked anything (see `try_out`)."""
-        old = self._kept.get(bucket.name)
-        created_s = old.created_s if old else self._clock.wall_s()
-        bucket = msgspec.structs.replace(bucket, created_s=created_s)
+    async def put(self, bucket: Bucket, *, as_it_is: bool = False) -> Bucket:
+        """Add or change a bucket, whose backend is opened and not asked anything (see `try_out`). `as_it_is`: it says
+        when it was made."""
+        if not as_it_is:
+            old = self._kept.get(bucket.name)
+            bucket = msgspec.structs.replace(bucket, created_s=old.created_s if old else self._clock.wall_s())
         served = await self._open(bucket)
         await self._meta.put(PREFIX + bucket.name, _encode(bucket))
         before = self._served.get(bucket.name)

@@ -17,21 +17,27 @@ import msgspec
 
 import forebay
 from forebay.backends.bounds import Bounds
-from forebay.backends.locate import same_place
 from forebay.core import limits
-from forebay.core.backend_options import hide_secrets, with_secrets
-from forebay.core.errors import Bug, Busy, Denied, Exists, Invalid, NotFound
+from forebay.core.backend_options import hide_secrets
+from forebay.core.errors import Bug, Invalid
 from forebay.core.machines.opening import fresh_until_s
 from forebay.core.messages import calls
 from forebay.core.messages.copied import CopiesCall, CopiesSaid
-from forebay.core.messages.node_state import BucketState, ClusterNode, FrontState, MapNode, NodeMap, NodeState
+from forebay.core.messages.node_state import (
+    BucketState,
+    ClusterNode,
+    ClusterState,
+    FrontState,
+    MapNode,
+    NodeMap,
+    NodeState,
+)
 from forebay.core.metrics import Snapshot, merge, series
-from forebay.core.quantity import counted
 from forebay.core.record import State, blocks_in, cached_bytes, headers_of, present_blocks
-from forebay.core.s3rules.compat.cors import check_rules
 from forebay.core.types import Bucket, ListEntry, check_bucket_name, check_key
 from forebay.core.versions import versions_of
 from forebay.core.volumes import LostObject
+from forebay.node.engine.bucket_verbs import BucketVerbs
 from forebay.node.engine.buckets import Buckets, no_bucket
 from forebay.node.engine.counts import Tally
 from forebay.node.engine.derived import Keeping, derived_bytes
@@ -52,6 +58,7 @@ from forebay.node.engine.read.pages import Pages
 from forebay.node.engine.read.prestage import Prestaging
 from forebay.node.engine.replicas import Replicas
 from forebay.node.engine.seat import Seat
+from forebay.node.engine.shared_buckets import SharedBuckets
 from forebay.node.engine.volumes import Volumes
 from forebay.node.engine.write.appends import Appends
 from forebay.node.engine.write.copies import Copies
@@ -63,7 +70,6 @@ from forebay.node.settings import Settings
 from forebay.node.store.disk.usage import VolumeUsage
 from forebay.node.store.reader import StoreReader
 from forebay.node.store.writer.scrub import Scrubber
-from forebay.node.store.writer.volumes import object_lost
 from forebay.node.store.writer.writer import Store
 from forebay.node.vitals import vitals
 from forebay.ports.clock import Clock
@@ -106,6 +112,7 @@ class Engine(Protocol):
     tags: Tags
     issuers: Issuers
     seat: Seat | None
+    shared_buckets: SharedBuckets | None
     homes: Homes | None
     leaving: Leaving
     replicas: Replicas | None
@@ -118,12 +125,13 @@ class Verbs:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.buckets = BucketVerbs(engine)
         self._table: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "buckets": self._buckets,
-            "bucket_put": self._bucket_put,
-            "bucket_create": self._bucket_create,
-            "bucket_rules": self._bucket_rules,
-            "bucket_delete": self._bucket_delete,
+            "bucket_put": self.buckets.put,
+            "bucket_create": self.buckets.create,
+            "bucket_rules": self.buckets.rules,
+            "bucket_delete": self.buckets.delete,
             "bucket_check": self._bucket_check,
             "list": self._list,
             "list_cached": self._list_cached,
@@ -188,164 +196,9 @@ class Verbs:
     async def _buckets(self, _: calls.Nothing) -> list[Bucket]:
         return [hide_secrets(bucket) for bucket in self._engine.buckets.all()]
 
-    async def _bucket_put(self, call: calls.BucketPutCall) -> Bucket:
-        bucket, buckets = call.bucket, self._engine.buckets
-        if bucket.freshness_s < 0:
-            raise Invalid("freshness is negative: use immutable, always, or a time like 60s")
-        if bucket.quota_bytes is not None and bucket.quota_bytes < limits.BLOCK_BYTES:
-            raise Invalid(f"a quota below one block ({limits.BLOCK_BYTES} bytes) keeps nothing: give more, or none")
-        if bucket.dirty_bytes_max is not None and bucket.dirty_bytes_max < 0:
-            raise Invalid(
-                "dirty_bytes_max is negative: give bytes, or leave it out for a quarter of the node's capacity"
-            )
-        if bucket.cors:
-            check_rules(bucket.cors)
-        old = self._kept(bucket.name)
-        if call.maker:
-            await self._check_maker(call, old)
-        bucket = msgspec.structs.replace(with_secrets(bucket, old), owner=old.owner if old else call.maker)
-        if old is None or (old.url, old.options) != (bucket.url, bucket.options):
-            held = not call.free
-        else:  # who may set it anyhow may also take it on as it is
-            held = old.held and (bucket.held or not call.free)
-        bucket = msgspec.structs.replace(bucket, held=held)
-        self._engine.bounds.check(bucket)
-        if call.check:
-            await buckets.try_out(bucket)  # before anything is given up
-        if old is None:
-            return hide_secrets(await self._keep(bucket, None))
-        moved = not same_place(old, bucket)
-        again = bucket.is_kept_twice and not old.is_kept_twice  # what is there has one copy, and nobody would know
-        if not moved and old.write == bucket.write and not again:
-            kept = await self._keep(bucket, old)
-            self._engine.flusher.try_again(bucket.name)  # what failed may have failed for want of the new key
-            return hide_secrets(kept)
-        async with self._engine.writes.quiet(bucket.name):
-            if call.force:
-                await self._give_up(old)
-            await self._settled(bucket.name, "change where or how it is written")
-            if bucket.write != "local" or again:
-                await self._empty(old, "change the bucket")
-            if moved:
-                await self._engine.uploads.abort_bucket(bucket.name)  # their parts are at the old place
-            kept = await self._keep(bucket, old)
-            if moved:
-                self._engine.cold.leave(kept.name)
-                await self._engine.work.evict_bucket(kept.name)  # cached objects may be from the old place
-        return hide_secrets(kept)
-
-    async def _check_maker(self, call: calls.BucketPutCall, old: Bucket | None) -> None:
-        """Return if the bucket is the maker's, or nobody's. A name that stands for what the node's credentials reach is
-        taken: a bucket made under it would be read in its place."""
-        if old is None:
-            try:
-                old = (await self._engine.buckets.get(call.bucket.name)).bucket
-            except NotFound:
-                return
-        if old.owner != call.maker:
-            raise Exists(
-                f"the name {call.bucket.name} is not available: somebody else has it, choose another",
-                code="BucketAlreadyExists",
-            )
-
-    async def _keep(self, bucket: Bucket, old: Bucket | None) -> Bucket:
-        """Make `bucket` what it is to be, if it still is what it was: who had it tried out may have let it wait for
-        long, and it may be another's by now."""
-        async with self._engine.buckets.settings:
-            now = self._kept(bucket.name)
-            if now is not old:
-                raise (
-                    _there_already(bucket.name)
-                    if old is None
-                    else Busy(f"bucket {bucket.name} was changed or deleted meanwhile: look at it, then try again")
-                )
-            kept = await self._engine.buckets.put(bucket)
-        if self._engine.seat is not None:
-            await self._engine.seat.told_of(kept)
-        return kept
-
-    async def _bucket_create(self, bucket: Bucket) -> Bucket:
-        if self._kept(bucket.name) is not None:
-            raise _there_already(bucket.name)
-        return await self._bucket_put(calls.BucketPutCall(bucket, free=True, maker=bucket.owner))
-
-    async def _bucket_rules(self, call: calls.BucketRulesCall) -> Bucket:
-        async with self._engine.buckets.settings:
-            bucket = (await self._engine.buckets.get(call.name)).bucket
-            _check_owner(bucket, call.maker)
-            if call.acl is not None:
-                bucket = msgspec.structs.replace(bucket, acl=call.acl)
-            if call.cors is not None:
-                bucket = msgspec.structs.replace(bucket, cors=call.cors)
-            return hide_secrets(await self._engine.buckets.put(bucket))
-
-    def _kept(self, name: str) -> Bucket | None:
-        return next((bucket for bucket in self._engine.buckets.all() if bucket.name == name), None)
-
-    async def _bucket_delete(self, named: calls.BucketNamed) -> calls.Nothing:
-        async with self._engine.writes.quiet(named.name):
-            bucket = self._kept(named.name)
-            if bucket is not None:
-                _check_owner(bucket, named.maker)
-                if named.force:
-                    await self._give_up(bucket)
-                await self._settled(named.name, "delete the bucket")
-                await self._empty(bucket, "delete the bucket")
-                await self._engine.uploads.abort_bucket(named.name)
-            await self._engine.buckets.delete(named.name)
-            self._engine.cold.leave(named.name)
-            await self._engine.work.evict_bucket(named.name)
-        await self._engine.jobs.forget(named.name)
-        return calls.Nothing()
-
     async def _bucket_check(self, named: calls.BucketNamed) -> calls.Nothing:
         await (await self._engine.buckets.get(named.name)).backend.probe()
         return calls.Nothing()
-
-    async def _settled(self, bucket: str, change: str) -> None:
-        """Check that `change` loses nothing. `Busy` while the node owes the bucket's backend something, `VolumeMissing`
-        while a missing volume may owe something, `ObjectLost` while a lost object is not given up."""
-        self._engine.store.check_bucket(bucket)
-        for lost in self._engine.store.lost_in(bucket, limit=1):
-            raise object_lost(lost)
-        if self._engine.replicas is not None and self._engine.replicas.kept.has_any(bucket):
-            raise Busy(
-                f"this node keeps copies of {bucket} for others: flush or delete what they are of, then {change}",
-                retry_after_s=5.0,
-            )
-        owed = self._engine.flusher.totals(bucket)
-        if owed.objects:
-            what = f"{counted(owed.objects, 'object')} or deletes ({owed.bytes} bytes)"
-            raise Busy(
-                f"bucket {bucket} has {what} that its backend has not got: `forebay flush {bucket}` first, then "
-                f"{change}; or give them up with --force, which lists them",
-                retry_after_s=5.0,
-            )
-
-    async def _give_up(self, bucket: Bucket) -> None:
-        """Forget what the node has of the bucket and no backend has: writes, deletes, lost objects."""
-        engine, name = self._engine, bucket.name
-        engine.store.check_bucket(name)  # what a missing volume may owe is not given up here: `forebay volume give-up`
-        engine.flush()
-        while owed := engine.flusher.window(name, "", "", limits.LIST_KEYS_MAX):
-            for key, _ in owed:
-                await engine.writes.disown(name, key)
-        for key in [lost.key for lost in engine.store.lost_in(name)]:
-            await engine.writes.disown(name, key)
-        while bucket.write == "local" and (found := engine.index.scan(name, limit=limits.LIST_KEYS_MAX)):
-            for key, _ in found:
-                await engine.writes.disown(name, key)
-            engine.flush()
-
-    async def _empty(self, bucket: Bucket, change: str) -> None:
-        """`Exists` while a local bucket holds objects, which exist nowhere else."""
-        self._engine.flush()
-        if bucket.write == "local" and self._engine.index.scan(bucket.name, limit=1):
-            raise Exists(
-                f"bucket {bucket.name} holds objects that are on this node alone: delete them first, then {change}; or "
-                "give them up with --force, which lists them",
-                code="BucketNotEmpty",
-            )
 
     # --- listings ----------------------------------------------------------------------------------------------------
     async def _list(self, call: calls.ListCall) -> Any:
@@ -419,9 +272,15 @@ class Verbs:
             jobs_running=engine.jobs.running,
             pass_bytes=engine.cold.pass_bytes,
             derived_bytes=derived_bytes(usages),
-            cluster=None if engine.seat is None else engine.seat.state(),
+            cluster=self._cluster_state(),
             catching_up=not engine.catching_up.is_done,
         )
+
+    def _cluster_state(self) -> ClusterState | None:
+        seat, shared = self._engine.seat, self._engine.shared_buckets
+        if seat is None or shared is None:
+            return None
+        return msgspec.structs.replace(seat.state(), lagging=shared.lagging)
 
     def _bucket_state(self, bucket: Bucket, usages: list[VolumeUsage], error: str) -> BucketState:
         owed = self._engine.flusher.totals(bucket.name)
@@ -534,13 +393,3 @@ class Verbs:
         snapshot = Snapshot(values | vitals("engine", engine.started_s), counted.histograms)
         snapshot.check()
         return snapshot
-
-
-def _check_owner(bucket: Bucket, maker: str) -> None:
-    """`Denied` for somebody whose bucket this is no more."""
-    if maker and bucket.owner != maker:
-        raise Denied(f"{maker} did not make the bucket {bucket.name}: have 'admin:{bucket.name}' granted")
-
-
-def _there_already(name: str) -> Exists:
-    return Exists(f"there is a bucket {name} already: use it", code="BucketAlreadyOwnedByYou")

@@ -70,6 +70,7 @@ from forebay.node.engine.read.pages import Pages
 from forebay.node.engine.read.prestage import Prestaging
 from forebay.node.engine.replicas import Replicas
 from forebay.node.engine.seat import Remembered, Seat, recall, weight_of
+from forebay.node.engine.shared_buckets import SharedBuckets
 from forebay.node.engine.volumes import Volumes
 from forebay.node.engine.write.appends import Appends
 from forebay.node.engine.write.begun_uploads import Begun
@@ -129,6 +130,7 @@ class Engine:
         self.peers: Peers | None = None
         self.homes: Homes | None = None
         self.replicas: Replicas | None = None
+        self.shared_buckets: SharedBuckets | None = None
         self.restarts: list[tuple[str, str, int]] = []  # of the node's processes: which one, why, how often
         self._opener = opener or self._open_backend
         self._chance = chance
@@ -171,6 +173,8 @@ class Engine:
                 self.homes = self.buckets.homes = self._know_homes(self.seat)
                 self.flusher.is_second = self.seat.is_second
                 self._keep_copies(self.seat)
+                self.shared_buckets = await self._share_buckets(self.seat)
+                self.verbs.buckets.shared = self.work.shared = self.shared_buckets
             await self.buckets.load()
             if self.seat is not None:
                 self.seat.keeps(self.buckets.all())
@@ -194,6 +198,8 @@ class Engine:
             late.append(self.jobs.resume)
         if self.homes is not None and self.replicas is not None:
             late += [self.homes.tend, self.replicas.tend]
+        if self.shared_buckets is not None:
+            late.append(self.shared_buckets.follow)
         work = [self._housekeep(), self._watch(), self._scrub(), *map(self._when_whole, late)]
         self._background = [asyncio.create_task(each) for each in work]
 
@@ -394,8 +400,9 @@ class Engine:
         settings = self.settings
         addresses, name = parse_etcd_url(settings.cluster)
         at = os.stat(settings.dir)
+        self._agreed = EtcdMeta(addresses, name, access=settings.access)
         return Seat(
-            EtcdMeta(addresses, name, access=settings.access),
+            self._agreed,
             self._meta,
             remembered,
             self.node_id,
@@ -424,6 +431,19 @@ class Engine:
             return None
         secret = read_secret(settings.peer_key) if settings.peer_key else ""
         return Peers(seat, self.node_id, self.clock, secret=secret, ca=settings.peer_ca)
+
+    async def _share_buckets(self, seat: Seat) -> SharedBuckets:
+        shared = SharedBuckets(
+            self._agreed,
+            self._meta,
+            self.verbs.buckets,
+            seat,
+            self.peers,
+            secret=read_secret(self.settings.peer_key) if self.settings.peer_key else "",
+            chance=self._chance,
+        )
+        await shared.load()
+        return shared
 
     def _know_homes(self, seat: Seat) -> Homes:
         return Homes(

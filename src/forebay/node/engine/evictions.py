@@ -196,7 +196,7 @@ class Room:
     async def _place(self, epoch: int) -> None:
         """Tell the machines of all units whether they are copies, by the map of this epoch."""
         try:
-            for volume_id, units in self._store.unit_batches():
+            for volume_id, units in self._store.unit_batches(marked=False):  # a mark would wait for a stalled disk
                 if (machine := self._machines.get(volume_id)) is not None:
                     for bucket, key, object_id, block, *_ in units:
                         machine.place(unit_of(object_id, block), self._is_copy(bucket, key, block))

@@ -63,7 +63,7 @@ class Leaving:
         """What is cached of buckets that have a backend."""
         found: list[Warm] = []
         count = 0
-        for _volume, units in self._store.unit_batches():
+        for _volume, units in self._store.unit_batches(marked=False):
             for warm in self._warm_in(units):
                 found.append(warm)
                 count += 1

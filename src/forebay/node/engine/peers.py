@@ -52,7 +52,7 @@ from forebay.backends.stack import open_node
 from forebay.backends.wrap.counting import BackendCounters
 from forebay.backends.wrap.peers import Peer
 from forebay.core.access import PEER_KEY_ID, Grant, Identity
-from forebay.core.errors import ForebayError, Invalid, Unavailable
+from forebay.core.errors import ForebayError, Invalid, NotFound, Unavailable
 from forebay.core.limits import STRIPE_BYTES
 from forebay.core.messages.calls import Uploads, UploadsCall
 from forebay.core.messages.copied import ClearCopy, CompareCopies, Copied, CopiesSaid, on_one_line
@@ -173,6 +173,23 @@ class Peers:
         if answer.status not in (202, 204):
             raise errors.from_status(answer.status, answer.body.decode(errors="replace"), home.address, answer.headers)
         return answer.status == 204
+
+    async def have(self, bucket: str) -> bool:
+        """Whether all other nodes that live have the bucket."""
+        nodes = [node for node in self._seat.alive if node != self._node_id]
+        return all(await asyncio.gather(*(self._has(node, bucket) for node in nodes)))
+
+    async def _has(self, node: str, bucket: str) -> bool:
+        home = self._seat.place_of(node)
+        if home is None:
+            return True  # it is asked by nobody
+        try:
+            await self._told(home, bucket, [("location", "")])
+        except NotFound:
+            return False
+        except ForebayError:
+            pass  # it has trouble of its own
+        return True
 
     async def uploads(self, home: Home, call: UploadsCall) -> Uploads:
         """A page of the open uploads that a node has."""

@@ -137,6 +137,7 @@ class Seat:
         self._tasks: set[asyncio.Task[None]] = set()
         self._wrong = ""  # which cluster it is instead
         self._draining = self._closed = False
+        self.found = asyncio.Event()  # the store has answered, and was that of the right cluster
         self._trouble = ""
         self._said = ""  # the last `away` or trouble that was logged
         self._known_as = ""
@@ -200,6 +201,11 @@ class Seat:
             if agreed is not None and (node in machine.alive or record.wanted == "gone"):  # what is gone may still run
                 found[node] = Home(node, record.address, agreed.epoch)
         return list(found.values())
+
+    @property
+    def is_found(self) -> bool:
+        """Whether the store has answered, and is that of the right cluster now."""
+        return self.found.is_set() and not self._wrong and not self._closed
 
     @property
     def agreed(self) -> Map | None:
@@ -442,6 +448,7 @@ class Seat:
     # --- living ------------------------------------------------------------------------------------------------------
     async def _live(self) -> None:
         await self._find_cluster()
+        self.found.set()
         if self._known.lease and self._known.place == self._place:
             with suppress(ForebayError):
                 await self._meta.revoke(self._known.lease)

@@ -18,12 +18,13 @@ Invariant. Every action may be done twice.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 import msgspec
 
 from forebay.core import limits
-from forebay.core.errors import ForebayError, Invalid, NotFound
+from forebay.core.errors import Busy, ForebayError, Invalid, NotFound, Unavailable
 from forebay.core.messages.calls import JobCall, JobVerb
 from forebay.core.record import State, cached_bytes, present_blocks
 from forebay.core.types import Bucket, check_key
@@ -36,8 +37,11 @@ from forebay.node.engine.jobs.rewarm import IsHome, Rewarm, fetch_spans, share_o
 from forebay.node.engine.jobs.runner import JobUnit, Moved, Work
 from forebay.node.engine.read.cold import ColdReads
 from forebay.node.engine.read.one_read import Ask
+from forebay.node.engine.shared_buckets import SharedBuckets
 from forebay.node.store.reader import StoreReader
 from forebay.node.store.writer.volumes import missing, object_lost
+
+log = logging.getLogger("forebay.jobs")
 
 SCAN_LIMIT = 1000
 
@@ -58,6 +62,7 @@ class JobWork:
         flush_soon: Callable[[], None],
         is_home: Callable[[], Awaitable[IsHome]],
     ) -> None:
+        self.shared: SharedBuckets | None = None  # set it in a cluster, which is told of pins
         self._is_home = is_home
         self._rewarm = Rewarm(buckets, cold, is_home)
         self._buckets = buckets
@@ -238,12 +243,22 @@ class JobWork:
 
     async def _pin_prefixes(self, call: JobCall, pinned: bool) -> None:
         names: Iterable[str] = call.keys or [call.prefix]
-        async with self._buckets.settings:
-            bucket = (await self._buckets.get(call.bucket)).bucket
-            before = set(bucket.pinned)
-            after = before | set(names) if pinned else before - set(names)
-            if after != before:
-                await self._buckets.put(msgspec.structs.replace(bucket, pinned=tuple(sorted(after))))
+
+        async def pin_here() -> Bucket:
+            async with self._buckets.settings:
+                bucket = (await self._buckets.get(call.bucket)).bucket
+                before = set(bucket.pinned)
+                after = before | set(names) if pinned else before - set(names)
+                if after != before:
+                    bucket = await self._buckets.put(msgspec.structs.replace(bucket, pinned=tuple(sorted(after))))
+                return bucket
+
+        if self.shared is not None and call.share:
+            try:
+                await self.shared.change(call.bucket, pin_here)
+            except (Busy, Unavailable) as error:  # every node has this job, so only those that come later miss it
+                log.warning("nodes that come later do not hear of the pins of %s: %s", call.bucket, error)
+        await pin_here()
 
 
 def _here(bucket: Bucket, unit: JobUnit, is_home: IsHome | None) -> list[JobUnit]:

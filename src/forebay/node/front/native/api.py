@@ -354,7 +354,8 @@ class Native:
             arguments = calls.StatCall(taken["bucket"], check_key(taken["key"]), revalidate)
         elif route.name in ("bucket_check", "bucket_delete"):
             maker = self._auth.maker(self._auth.bearer(request), taken["bucket"])
-            arguments = calls.BucketNamed(taken["bucket"], flag_of(request, "force"), maker)
+            here = flag_of(request, "here")
+            arguments = calls.BucketNamed(taken["bucket"], flag_of(request, "force"), maker, here)
         elif route.name == "lost":
             query = decode_query(request.query)
             after, prefix = query.get("start_after", ""), query.get("prefix", "")
@@ -421,10 +422,10 @@ class Native:
             wanted: Bucket = decode_body(request, Bucket)
             if wanted.name != check_bucket_name(taken["bucket"]):
                 raise Invalid(f"the path names {taken['bucket']!r} and the body {wanted.name!r}: make them the same")
-            check, force = flag_of(request, "check"), flag_of(request, "force")
+            check, force, here = (flag_of(request, flag) for flag in ("check", "force", "here"))
             identity = self._auth.bearer(request)
             free, maker = self._auth.may(identity, "admin"), self._auth.maker(identity, wanted.name)
-            kept = await self._call("bucket_put", calls.BucketPutCall(wanted, check, force, free, maker))
+            kept = await self._call("bucket_put", calls.BucketPutCall(wanted, check, force, free, maker, here))
             exchange.respond(200, JSON, encode(kept))
 
         exchange.spawn(answer())

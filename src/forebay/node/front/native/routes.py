@@ -96,6 +96,7 @@ _CHECK = Parameter(
     "check", "1: keep it only if its backend answers; if it is written back, also takes a write.", "boolean"
 )
 _FORCE = Parameter("force", "1: give up what the node alone has, if that is in the way.", "boolean")
+_HERE = Parameter("here", "1: only at this node of a cluster, not at the others.", "boolean")
 _BYTES = "application/octet-stream"
 
 
@@ -188,12 +189,12 @@ ROUTES: tuple[Route, ...] = (
     Route("buckets", "GET", "/-/v1/buckets", "All buckets that a grant of the caller is about.", answer=list[Bucket]),
     Route("bucket", "GET", "/-/v1/buckets/{bucket}", "One bucket's settings; secrets are masked.", answer=Bucket),
     Route(
-        "bucket_put", "PUT", "/-/v1/buckets/{bucket}", "Create or change a bucket.", "admin", (_CHECK, _FORCE),
+        "bucket_put", "PUT", "/-/v1/buckets/{bucket}", "Create or change a bucket.", "admin", (_CHECK, _FORCE, _HERE),
         body=Bucket, answer=Bucket,
     ),
     Route(
         "bucket_delete", "DELETE", "/-/v1/buckets/{bucket}",
-        "Forget a bucket and what is cached of it; the backend is not touched.", "admin", (_FORCE,),
+        "Forget a bucket and what is cached of it; the backend is not touched.", "admin", (_FORCE, _HERE),
         answer=calls.Nothing,
     ),
     Route(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from typing import Protocol
 
@@ -201,10 +202,11 @@ def replace_notes(volume: Volume, notes: Mapping[bytes, Note]) -> None:
         raise as_error(error, volume.index.path) from error
 
 
-def unit_batches(volume: Volume) -> Iterator[list[Unit]]:
-    """Every unit of a volume, pending changes included, in batches. Each batch is right until the volume changes."""
+def unit_batches(volume: Volume, *, marked: bool = True) -> Iterator[list[Unit]]:
+    """Every unit of a volume, pending changes included, in batches. Each batch is right until the volume changes.
+    `marked`: a mark on the volume says so meanwhile (`Volume.walking`), which waits for a disk that takes no writes."""
     index = volume.index
-    with volume.walking():
+    with volume.walking() if marked else nullcontext():
         start: bytes | None = b""
         while start is not None:
             batch = list(islice(index.walk("records", start, batch=UNITS_BATCH), UNITS_BATCH))

@@ -362,12 +362,12 @@ class VolumeSet(Whereabouts[Volume]):
         """When the volumes were last in use before the start, in minutes since the epoch."""
         return max((volume.used_minute for volume in self._by_id.values()), default=0)
 
-    def unit_batches(self) -> Iterator[tuple[str, list[Unit]]]:
-        """(volume id, units), for the eviction machines after a start. Each batch is right until something changes.
-        This is the first walk over the indexes: a volume with damage is then out."""
+    def unit_batches(self, *, marked: bool = True) -> Iterator[tuple[str, list[Unit]]]:
+        """(volume id, units), for the eviction machines. Each batch is right until something changes. After a start
+        this is the first walk over the indexes, and `marked`: a volume with damage is then out."""
         for volume in list(self._by_id.values()):
             try:
-                for batch in ledger.unit_batches(volume):
+                for batch in ledger.unit_batches(volume, marked=marked):
                     yield volume.id, batch
                     if volume.state == "out":
                         break
