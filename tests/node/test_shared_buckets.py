@@ -113,9 +113,19 @@ def test_a_bucket_is_added_changed_and_deleted_at_any_node(
     until(lambda: names(nodes[0]) == {"corpus"})
     nodes[1].start()
     until(lambda: names(nodes[1]) == {"corpus"}, "that a node which was away deletes it when it comes back")
-    assert entries(etcd, tmp_path)["far"] == {}
+    assert "bucket" not in entries(etcd, tmp_path)["far"]
     put(nodes[0], "far", url=f"file://{corpus}")
     until(lambda: all("far" in names(one) for one in (nodes[1], third)), "that one of the name can be added again")
+
+    forged = {"bucket": {"name": "corpus", "url": "file:///etc"}}
+    entries(etcd, tmp_path, {"corpus": json.dumps(forged).encode(), "more": json.dumps(forged).encode()})
+    until(lambda: all("not signed" in state_of(one)["lagging"].get("corpus", "") for one in (*nodes, third)))  # type: ignore[attr-defined]
+    assert all(names(one) == {"corpus", "far"} for one in nodes), "nobody follows who has not got the key"
+    assert bucket(third, "corpus")["url"] == f"file://{corpus}"
+    put(third, **bucket(third, "corpus"))
+    until(lambda: not any("corpus" in state_of(one)["lagging"] for one in (*nodes, third)), "that it is set anew")  # type: ignore[operator]
+    entries(etcd, tmp_path, {"more": None})
+    until(lambda: not any(state_of(one)["lagging"] for one in (*nodes, third)))
 
     entries(etcd, tmp_path, dict.fromkeys(("corpus", "far")))  # an operator's slip, or a store that was emptied
     until(lambda: set(entries(etcd, tmp_path)) == {"corpus", "far"}, "that the store is told again")

@@ -12,7 +12,8 @@ missing deletes nothing: only one that says so does.
 
 *Secrets* in a bucket's options are sealed for the nodes: ChaCha20-Poly1305, with a key that all derive (HKDF-SHA256)
 from the peer key, a random nonce, and the bucket's and the option's names authenticated along. Without a peer key a
-bucket with a secret is not shared.
+bucket with a secret is not shared. With one, what the store says is signed too (HMAC-SHA256), since whoever adds a
+bucket says what a node reads: who can write to the store, and has not got the key, is not believed.
 
 After a change, the nodes that live are asked whether they have the bucket, for TOLD_S at most: a client that is sent to
 another node next should find it there.
@@ -21,13 +22,15 @@ Rejected: asking all nodes to make the change (one that is down, or comes later,
 a name that is not known here (anybody could load it with names).
 
 Invariants. (1) What the store says of a bucket, all nodes that live and lose nothing by it do. (2) No secret is in the
-store but sealed.
+store but sealed. (3) A node with a peer key does nothing that nobody with the key said.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
+import hmac
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
@@ -52,15 +55,21 @@ PREFIX = "bucket/"  # in the cluster's store
 MEMORY = "node/shared-buckets"
 AGAIN_S = 2.0
 TOLD_S, TOLD_LOOK_S = 5.0, 0.05
-_INFO = b"forebay shared bucket 1"
+_SEALS, _SIGNS = b"forebay shared bucket 1", b"forebay shared bucket's word 1"
 _NONCE_BYTES = 12
 
 
 class Word(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the cluster says of a bucket: its settings, or None if it was deleted; `sealed`: its secret options."""
+    """What the cluster says of a bucket: its settings, or None if it was deleted; `sealed`: its secret options. `mac`
+    signs the rest and the bucket's name."""
 
     bucket: Bucket | None = None
     sealed: dict[str, str] = {}
+    mac: str = ""
+
+
+class _Unreadable(Corrupt):
+    """What the store says of a bucket is not to be followed; who changes the bucket mends that."""
 
 
 class AtNode(Protocol):
@@ -105,7 +114,8 @@ class SharedBuckets:
     ) -> None:
         self._meta, self._memory, self._here, self._cluster, self._others = meta, memory, here, cluster, others
         self._chance = chance
-        self._cipher = ChaCha20Poly1305(HKDF(SHA256(), 32, None, _INFO).derive(secret.encode())) if secret else None
+        self._cipher = ChaCha20Poly1305(_derived(secret, _SEALS)) if secret else None
+        self._signs = _derived(secret, _SIGNS) if secret else b""
         self._words: dict[str, Entry] = {}  # what the store says, as far as this node has heard
         self._done: dict[str, int] = {}  # by name: the revision of the word that this node follows
         self._mine: set[str] = set()  # buckets that it has from the cluster
@@ -137,8 +147,9 @@ class SharedBuckets:
             made = await make()
             if self._cipher is None and _secrets(made):
                 return made  # it is this node's alone, see `check`
-            await self._say(name, before, self._word(made))
-        await self._wait_for_others(name)
+            said = await self._say(name, before, self._word(made))
+        if said:
+            await self._wait_for_others(name)
         return made
 
     async def delete(self, name: str, make: Callable[[], Awaitable[None]]) -> None:
@@ -169,15 +180,19 @@ class SharedBuckets:
                 retry_after_s=AGAIN_S,
             ) from None
         if entry is not None:
-            await self._take_up(name, entry)
+            with suppress(_Unreadable):
+                await self._take_up(name, entry)
         return entry
 
-    async def _say(self, name: str, before: Entry | None, word: Word) -> None:
-        if before is not None and self._read(name, before) == self._opened(name, word):
-            return
+    async def _say(self, name: str, before: Entry | None, word: Word) -> bool:
+        """Whether that was news."""
+        if before is not None:
+            with suppress(_Unreadable):
+                if self._read(name, before) == self._opened(name, word):
+                    return False
         try:
             revision = await self._meta.put(
-                PREFIX + name, msgspec.json.encode(word), revision=0 if before is None else before.revision
+                PREFIX + name, self._signed(name, word), revision=0 if before is None else before.revision
             )
         except Precondition:
             raise Busy(
@@ -185,15 +200,17 @@ class SharedBuckets:
                 retry_after_s=1.0,
             ) from None
         self._done[name] = revision
+        self.lagging.pop(name, None)
         await self._remember(name, word.bucket is not None)
+        return True
 
     async def _wait_for_others(self, name: str) -> None:
         if self._others is None:
             return
-        for _ in range(int(TOLD_S / TOLD_LOOK_S)):
-            if await self._others.have(name):
-                return
-            await asyncio.sleep(TOLD_LOOK_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TOLD_S):
+                while not await self._others.have(name):  # noqa: ASYNC110  # they say it when they are asked
+                    await asyncio.sleep(TOLD_LOOK_S)
 
     # --- what the cluster says ---------------------------------------------------------------------------------------
     async def follow(self) -> None:
@@ -210,6 +227,7 @@ class SharedBuckets:
                         name = change.key.removeprefix(PREFIX)
                         if change.value is None:
                             self._words.pop(name, None)
+                            self.lagging.pop(name, None)
                         else:
                             self._words[name] = Entry(change.key, change.value, change.revision)
                     for name in self._mine - self._words.keys():
@@ -225,7 +243,7 @@ class SharedBuckets:
         if bucket is None or not self._cluster.is_found:
             return
         with suppress(ForebayError):  # another node was first, or it is heard of later
-            await self._meta.put(PREFIX + name, msgspec.json.encode(self._word(bucket)), revision=0)
+            await self._meta.put(PREFIX + name, self._signed(name, self._word(bucket)), revision=0)
 
     async def _tend(self) -> None:
         """Do what the store says, for ever."""
@@ -281,11 +299,22 @@ class SharedBuckets:
         try:
             word = msgspec.json.decode(entry.value, type=Word)
         except msgspec.MsgspecError as error:
-            raise Corrupt(
-                f"what the cluster's store says of bucket {name} cannot be read ({error}): set the bucket anew, or "
-                f"delete {PREFIX}{name} with etcdctl"
+            raise _Unreadable(
+                f"what the cluster's store says of bucket {name} cannot be read ({error}): set the bucket anew"
             ) from None
+        if self._signs and not hmac.compare_digest(word.mac, self._mac(name, word)):
+            raise _Unreadable(
+                f"what the cluster's store says of bucket {name} is not signed with this node's peer key: give all "
+                "nodes the same key, and set the bucket anew; if they have it, somebody else wrote to etcd"
+            )
         return self._opened(name, word)
+
+    def _signed(self, name: str, word: Word) -> bytes:
+        return msgspec.json.encode(msgspec.structs.replace(word, mac=self._mac(name, word) if self._signs else ""))
+
+    def _mac(self, name: str, word: Word) -> str:
+        said = msgspec.json.encode([name, msgspec.structs.replace(word, mac="")], order="deterministic")
+        return hmac.digest(self._signs, said, hashlib.sha256).hex()
 
     def _opened(self, name: str, word: Word) -> Bucket | None:
         if word.bucket is None or not word.sealed:
@@ -299,7 +328,7 @@ class SharedBuckets:
                 bound = f"{name}\0{option}".encode()
                 options[option] = self._cipher.decrypt(raw[:_NONCE_BYTES], raw[_NONCE_BYTES:], bound).decode()
             except (InvalidTag, ValueError):
-                raise Invalid(
+                raise _Unreadable(
                     f"the secret {option} of bucket {name} does not open: give this node the peer key of the others, "
                     "or set the option anew"
                 ) from None
@@ -314,6 +343,10 @@ class SharedBuckets:
 
     def _turn(self, name: str) -> asyncio.Lock:
         return self._turns.setdefault(name, asyncio.Lock())
+
+
+def _derived(secret: str, info: bytes) -> bytes:
+    return HKDF(SHA256(), 32, None, info).derive(secret.encode())
 
 
 def _secrets(bucket: Bucket) -> dict[str, str]:
