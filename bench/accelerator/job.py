@@ -53,7 +53,7 @@ class Served:
         entries = [types.ListEntry(key, size, "", 0.0) for key, size in self._work["sizes"].items()]
         return form.Listing(form.build(bucket, prefix, [form.pack(entries)]))
 
-    def room_bytes(self, bucket: str) -> None:
+    def room_bytes(self, bucket: str, *, cluster: bool = False) -> None:
         return None
 
     def hints(self, job: str, listing: Any) -> None:
