@@ -56,7 +56,10 @@ def demonstrate(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> N
 
     step("3. three nodes")
     flags = ("--fronts", "1", "--capacity", "4GiB", "--cluster", url)  # of one size, so that each owns a third
-    nodes = [stack.enter_context(Node(out / f"node-{number}", remote.endpoint, *flags)) for number in range(NODES)]
+    nodes = [
+        stack.enter_context(Node(out / f"node-{number}", "" if number else remote.endpoint, *flags))
+        for number in range(NODES)
+    ]  # who is told of the bucket tells the others
     own = nodes[0]
     _wait_until_together(own.endpoint)
     forebay("status", url=own.endpoint, lines=NODES + 8)

@@ -60,8 +60,8 @@ def bucket_behind_link(shards: list[Path], rate_mb_s: float, latency_ms: float) 
 
 
 class Node:
-    """A node in a directory of its own, started by `forebay up` on a free port, with the bucket; gone with its stack.
-    `flags`: further ones of `forebay up`."""
+    """A node in a directory of its own, started by `forebay up` on a free port, with the bucket at `remote_endpoint`
+    (""; its cluster has it); gone with its stack. `flags`: further ones of `forebay up`."""
 
     def __init__(self, folder: Path, remote_endpoint: str, *flags: str) -> None:
         self.folder, self.remote_endpoint, self.flags = folder, remote_endpoint, flags
@@ -72,6 +72,8 @@ class Node:
         self.folder.mkdir(parents=True)
         try:
             self.up()
+            if not self.remote_endpoint:
+                return self
             options = {"endpoint": self.remote_endpoint, "region": "us-east-1", "skip_signature": "true"}
             flags = [word for name, value in options.items() for word in ("--option", f"{name}={value}")]
             forebay("bucket", "add", BUCKET, f"s3://{BUCKET}", *flags, url=self.endpoint)
