@@ -109,8 +109,8 @@ def _named(text: bytes, members: int) -> tuple[Column, Column, Column, Column]:
     """Of those members whose names are a key and an extension: their numbers, and where in `text` the name begins,
     where its first dot after the last slash is, and where it ends."""
     letters = np.frombuffer(text, np.uint8)
-    ends: Column = np.append(np.flatnonzero(letters == 0), len(letters))[: members or None]
-    if members and (len(ends) != members or text.count(b"\0") != members - 1):
+    ends: Column = np.append(np.flatnonzero(letters == 0), len(letters))  # of no members, that of one without a name
+    if len(ends) != max(1, members):
         raise Corrupt("an index of members has not as many names as members: it is damaged")
     starts: Column = np.append(0, ends[:-1] + 1)
     bases = _last_before(np.flatnonzero(letters == ord("/")), ends, starts - 1) + 1

@@ -11,6 +11,7 @@ Invariant. No change gives up what only the node has, unless the caller forces i
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import msgspec
@@ -71,10 +72,9 @@ class BucketVerbs:
     # --- calls -------------------------------------------------------------------------------------------------------
     async def put(self, call: calls.BucketPutCall) -> Bucket:
         """Create or change a bucket; its secrets are hidden in the answer."""
-        if self.shared is None or call.here:
-            return hide_secrets(await self.put_here(call))
-        self.shared.check(call.bucket)
-        return hide_secrets(await self.shared.change(call.bucket.name, lambda: self.put_here(call)))
+        if self.shared is not None and not call.here:
+            self.shared.check(call.bucket)
+        return await self._change(call.bucket.name, lambda: self.put_here(call), here=call.here)
 
     async def create(self, bucket: Bucket) -> Bucket:
         """As `put` by its `owner`; `Exists` for one that is there."""
@@ -84,8 +84,7 @@ class BucketVerbs:
                 raise _there_already(bucket.name)
             return await self.put_here(calls.BucketPutCall(bucket, free=True, maker=bucket.owner))
 
-        made = await (create_here() if self.shared is None else self.shared.change(bucket.name, create_here))
-        return hide_secrets(made)
+        return await self._change(bucket.name, create_here)
 
     async def rules(self, call: calls.BucketRulesCall) -> Bucket:
         """Change what S3 lets a bucket's admin change."""
@@ -100,7 +99,11 @@ class BucketVerbs:
                     bucket = msgspec.structs.replace(bucket, cors=call.cors)
                 return await self._engine.buckets.put(bucket)
 
-        changed = await (rules_here() if self.shared is None else self.shared.change(call.name, rules_here))
+        return await self._change(call.name, rules_here)
+
+    async def _change(self, name: str, make: Callable[[], Awaitable[Bucket]], *, here: bool = False) -> Bucket:
+        """Have `make` change the bucket here, then all nodes of the cluster unless it is `here` alone."""
+        changed = await (make() if self.shared is None or here else self.shared.change(name, make))
         return hide_secrets(changed)
 
     async def delete(self, named: calls.BucketNamed) -> calls.Nothing:
