@@ -1,6 +1,6 @@
 """GPU row of offloading: a transformer in less memory than it takes, by the engine, and by what one would do instead.
 
-Its processes ran on an H200 (2026-11-26), the row as a whole has not yet. What is tested is the same code on the CPU,
+Its processes ran on an H200 (2026-11-27), the row as a whole has not yet. What is tested is the same code on the CPU,
 with tiny models and no limit of memory (`tests/bench/test_gpu_offload.py`). Where no CUDA device is, the row says so,
 with the date, and nothing else.
 
@@ -100,7 +100,8 @@ def _offload(name: str) -> Any:
 # --- one process -----------------------------------------------------------------------------------------------------
 def child(work: Work) -> Told:
     """Train as one side; what came of it, as far as it came. `work`: side, device, steps, shape (or none, for one that
-    suits the device), and where they matter limit_bytes, budget_bytes, host_bytes, disk_bytes, folder and options."""
+    suits the device), and where they matter limit_bytes, budget_bytes, host_bytes, disk_bytes, folder, options and
+    close_to."""
     told: Told = {"side": work["side"], "oom": False, "error": "", "steps_s": [], "losses": [], "warm": WARM_STEPS}
     try:
         torch = _settled(work)
@@ -250,7 +251,7 @@ def _trl(training: Training, work: Work, told: Told) -> None:
 
 def _ours(training: Training, work: Work, told: Told) -> None:
     """The engine with both tiers. It is closed only when all went well: to close it brings everything back, for which
-    there may be no memory; the process ends anyway."""
+    there may be no memory; the process ends anyway. `close_to`: where the state is left that the device cannot hold."""
     host, disk = (
         _offload("tiers.host_tier").HostTier(work["host_bytes"]),
         _offload("tiers.disk_tier").DiskTier([work["folder"]], work["disk_bytes"]),
@@ -285,7 +286,7 @@ def _ours(training: Training, work: Work, told: Told) -> None:
         told["report"] = {name: getattr(found, name) for name in [*fields.split(), "need_bytes", "budget_bytes"]}
         told["failures"] = list(found.failures)
         told["paths"] = [str(getattr(tier, "path", tier.name)) for tier in (host, disk)]
-    off.close()
+    off.close(to=work.get("close_to"))
 
 
 class _Anew(AbstractContextManager[Any]):

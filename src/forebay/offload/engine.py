@@ -5,9 +5,8 @@ their state in the very first, and one is profiled. The profile gives a trace. T
 give a plan, and each step from then on follows it (`runner`). Parameters, gradients and optimizer state are emptied and
 filled in place. What autograd saves moves by tickets (`tickets`).
 
-The first plan uses a profiler's times, which profiling inflates. So steps that follow it are timed between points,
-without their waits, and after TIMED_STEPS the plan is made again. Later it is checked now and then: if steps differ
-from the prediction by DRIFT_SHARE, the tiers are measured and the plan is made anew.
+The plan is made again for the times of steps that followed it (`review`). Where later steps differ from the
+prediction, the tiers are measured first.
 
 A step whose first forward pass gets more bytes than any that was planned for is profiled from there on, and the plan is
 then made for it; smaller ones follow that plan. So where lengths vary there is a plan for the longest so far.
@@ -32,8 +31,7 @@ were given, whole and without hooks.
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from time import perf_counter
 from typing import Any
@@ -46,7 +44,8 @@ from forebay.core.quantity import parse_size
 from forebay.offload.building import Initialize, build, is_on_meta, move_to
 from forebay.offload.demand import Demand
 from forebay.offload.guard import Guard
-from forebay.offload.movables import Books, Lasting, Movable, Residency
+from forebay.offload.movables import Books
+from forebay.offload.names import Names
 from forebay.offload.planning.choose import Choice, choose
 from forebay.offload.planning.hardware import Hardware, Tier
 from forebay.offload.planning.improve import EVALUATIONS
@@ -56,25 +55,24 @@ from forebay.offload.planning.trace import KINDS, Trace, unmoved
 from forebay.offload.refusals import check_model, check_numbers, check_tiers
 from forebay.offload.report import Report, explain, report_of
 from forebay.offload.rescue import Rescue
+from forebay.offload.review import Review
 from forebay.offload.runner import Runner, StepFacts
 from forebay.offload.states import copied, load_optimizer
 from forebay.offload.tickets import Tickets
 from forebay.offload.tiers.device_memory import accelerators
 from forebay.offload.tiers.link import measure_link
 from forebay.offload.tiers.tiers import Storage
-from forebay.offload.tracing.chunks import AFTER, check_separable
+from forebay.offload.tracing.chunks import check_separable, is_of_torch
 from forebay.offload.tracing.compiled import Around, Hook, compiled_modules, show_regions
 from forebay.offload.tracing.dispatch import in_backward
-from forebay.offload.tracing.points import CHUNK, GRADIENT, Points
+from forebay.offload.tracing.points import Points
 from forebay.offload.tracing.profile import Profiler
 from forebay.offload.tracing.saved import SavedNumbers
 from forebay.offload.tracing.storages import Storages
-from forebay.offload.tracing.timing import SegmentTimer, scaled
+from forebay.offload.tracing.timing import scaled
 
 PLAIN_STEPS = 1  # in which optimizers make their state
-TIMED_STEPS = 3
-REVIEW_STEPS = 16  # between two looks at whether steps still take what was predicted; after each new plan twice as many
-DRIFT_SHARE = 0.25
+REFUSED_STEPS = 16  # without a plan, once none was found: then a step is profiled again
 PATIENCE = 3  # steps in a row that were not like the profiled one, before it is profiled anew
 CHUNK_BYTES = 64 << 20
 
@@ -124,16 +122,11 @@ class Offload:
         self.trace: Trace | None = None
         self.choice: Choice | None = None
         self.steps: list[StepFacts] = []  # that followed a plan
-        self._parameters = dict(model.named_parameters())
-        ddp = torch.nn.parallel.DistributedDataParallel
-        self._moves_gradients = not any(isinstance(module, ddp) for module in model.modules())  # else they are buckets
         self._runner: Runner | None = None
-        self._timer = SegmentTimer(self._device)
+        self._review = Review(self._device)
         self._moving: dict[str, int] = {}  # of what autograd saves: bytes, by name
-        self._globals: dict[str, Lasting] = {}
-        self._behind: list[Lasting] = []  # away, and known by no name
         self._unlike = self._watched = 0
-        self._followed = self._review = self._since = 0
+        self._since = 0
         self._refused = ""  # why there is no plan any more
         self._inside = self._closed = self._evaluates = self._in_part = False
         self._here_bytes: dict[str, int] = {}
@@ -144,13 +137,13 @@ class Offload:
         self._profiler: Profiler | None = None  # of a step that turned out larger
         self._moved = (0, 0)  # bytes written and read before this step
         self._books = Books([*self._disks, *self._hosts])
-        self._books.look_up = self._tensor
+        self._names = Names(model, optimizer, self._books, self._device)
+        self._books.look_up = self._names.tensor
         self._guard = Guard(self._books)
         self._points = self._new_points()
-        self._demand = Demand(
-            self._books, self._find, self._names, self.budget_bytes, self._device, size_bytes_min=size_bytes_min
-        )
-        self._tickets = self._demand.tickets = Tickets(
+        find, at = self._names.find, self._names.at
+        self._demand = Demand(self._books, find, at, self.budget_bytes, self._device, size_bytes_min=size_bytes_min)
+        self._tickets = self._demand.tickets = self._names.tickets = Tickets(
             SavedNumbers(model, optimizer),
             self._books,
             self._guard,
@@ -158,7 +151,8 @@ class Offload:
             seen=self._demand.saw,
             asked=self._demand.asked,
         )
-        self._rescue = Rescue(self._books, self._demand.used)
+        self._rescue = Rescue(self._books, self._demand.used, self._shortages)
+        self._link_bytes_s = math.inf, math.inf  # out and in
         self.hardware = self._opened(tiers)
         self._heard: Any = None
         self._handles = self._hooks()
@@ -169,7 +163,7 @@ class Offload:
 
     def _build(self, initialize: Initialize | None) -> None:
         """Give a model on `meta` its memory. If that fails, nothing of ours is left."""
-        names = {id(parameter): f"parameter {name}" for name, parameter in self._parameters.items()}
+        names = {id(parameter): f"parameter {name}" for name, parameter in self._names.parameters.items()}
 
         def learn(tensor: Any) -> None:
             if id(tensor) in names:
@@ -192,6 +186,8 @@ class Offload:
             for tier in tiers:
                 tier.open()
                 opened.append(tier)
+            if self._device.type == "cuda":  # once: later there may be no memory for it
+                self._link_bytes_s = measure_link(self._device)
             return self._measured()
         except BaseException:
             for tier in opened:
@@ -239,7 +235,7 @@ class Offload:
         if to is not None:
             self._leave_for(torch.device(to))
         try:
-            self._come_back()
+            self._names.come_back()
         finally:
             self._drop()
 
@@ -258,7 +254,7 @@ class Offload:
         self._let_go()
         for handle in (self._heard, *self._handles):
             handle.remove()
-        for movable in (*self._globals.values(), *self._behind):
+        for movable in self._names.movables():
             with suppress(ForebayError):  # the first of them is on its way
                 movable.die()
         for tier in self._books.tiers:
@@ -319,7 +315,7 @@ class Offload:
             return
         runner = self._runner
         if runner is not None and not runner.facts.lost:
-            self._timer.at(name, waited_s=self._books.waited_s + runner.facts.memory_s)
+            self._review.at(name, self._books.waited_s + runner.facts.memory_s)
             with self._books:
                 runner.at(name)
         elif self._demand.is_on:
@@ -328,13 +324,33 @@ class Offload:
             self._demand.start(self._unknown_bytes(runner.operator))
 
     def _new_points(self) -> Points:
-        return Points(self.model, self.optimizer, self._at, chunk_bytes=self._chunk_bytes)
+        points = Points(self.model, self.optimizer, self._at, chunk_bytes=self._chunk_bytes, around=self._updating)
+        self._names.chunks = points.chunks
+        return points
+
+    @contextmanager
+    def _updating(self, parameters: Sequence[Any]) -> Iterator[None]:
+        """The optimizer updates these and looks at nothing else, so not each of its calls has to be guarded."""
+        if self._runner is None or self._runner.facts.lost or not is_of_torch(self.optimizer):
+            yield
+            return
+        held: list[Any] = []
+        with self._books:
+            for parameter in parameters:
+                if parameter.grad is not None:  # the step skips the others
+                    held += [parameter, parameter.grad, *self.optimizer.state.get(parameter, {}).values()]
+            self._guard.changes(held)
+        self._guard.take_off()
+        try:
+            yield
+        finally:
+            self._guard.put()
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """A step without a plan."""
         self._see_regions()
-        self._parameters = dict(self.model.named_parameters())
+        self._names.renew()
         self._points = self._new_points()  # model and optimizer may have others now
         self._begin_step()
         self._tickets.moving = None
@@ -364,7 +380,7 @@ class Offload:
         self._demand.stop()
         trace = profiler.trace(type(self.model).__name__)
         here_bytes, self._here_bytes = self._here_bytes, profiler.here_bytes
-        if self._follow(trace if self._moves_gradients else unmoved(trace, "gradient"), anew=True):
+        if self._follow(trace if self._names.moves_gradients else unmoved(trace, "gradient"), anew=True):
             return True
         self._here_bytes = here_bytes
         return False
@@ -397,7 +413,7 @@ class Offload:
             self._begin_step()
         self._tickets.moving = None
         self._guard.put()
-        dropped = [parameter for parameter in self._parameters.values() if parameter.grad is None]
+        dropped = [parameter for parameter in self._names.parameters.values() if parameter.grad is None]
         profiler = Profiler(
             self.model, self.optimizer, chunk_bytes=self._chunk_bytes, company=self._demand, dropped=dropped
         )
@@ -422,7 +438,7 @@ class Offload:
         runner.begin_step()
         self._books.make_room, self._books.relieve = runner.make_room, runner.relieve
         if self._device.type in accelerators:
-            self._rescue.put()
+            runner.facts.watched = self._rescue.put()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._tickets.pack, self._tickets.unpack):
                 self._points.begin_step()
@@ -437,10 +453,13 @@ class Offload:
             self._rescue.take_off()
         runner.end_step()
 
+    def _shortages(self) -> int:
+        return accelerators[self._device.type].shortages(self._device)
+
     def _begin_step(self) -> None:
         self._books.shown.clear()
         self._tickets.begin_step()
-        self._bury()
+        self._names.bury()
 
     def _is_larger(self) -> None:
         if self._runner is not None:
@@ -451,8 +470,8 @@ class Offload:
         that is over; so what autograd adds to has to be here, and all else is brought by who asks for it."""
         self._tickets.moving = None
         if in_backward():
-            for name in self._gradients():
-                if (gradient := self._find(name)) is not None:
+            for name in self._names.gradients():
+                if (gradient := self._names.find(name)) is not None:
                     gradient.ensure()
         elif self._runner is not None:
             self._demand.start(self._unknown_bytes(self._runner.operator))
@@ -482,10 +501,8 @@ class Offload:
             self._let_go()
             self.choice, self._unlike, self._watched, self._input_bytes = None, 0, PLAIN_STEPS, 0
             self._hopeless_bytes = math.inf
-        elif not facts.lost:
-            self._followed += 1
-            if self._followed >= self._review:
-                self._look_again()
+        elif not facts.lost and self._review.is_due(facts):
+            self._look_again()
 
     def _add(self, facts: StepFacts) -> None:
         """What the part of a step came to that went without the plan."""
@@ -509,12 +526,11 @@ class Offload:
         """All of the model, its gradients and the optimizer's state are here: to evaluate, to save, to change weights.
         Changes through `.data` count as well."""
         self._end_evaluation()
-        self._come_back()
+        self._names.come_back()
         try:
             yield
         finally:
-            for movable in self._globals.values():
-                movable.written()
+            self._names.written()
 
     def state_dict(self) -> dict[str, Any]:
         """`{"model": …, "optimizer": …}`: what their own `state_dict` says, in copies in host memory. They are made one
@@ -530,11 +546,11 @@ class Offload:
         was loaded before that stays."""
         with self._in_parts():
             self.model.load_state_dict(state["model"])  # each of its copies passes the guard, which brings the weight
-            names = {id(parameter): name for name, parameter in self._parameters.items()}
+            names = {id(parameter): name for name, parameter in self._names.parameters.items()}
 
             def learn(parameter: Any) -> None:
                 if (name := names.get(id(parameter))) is not None:
-                    self._demand.learn(self._states(name, parameter))
+                    self._demand.learn(self._names.states(parameter, name))
 
             load_optimizer(self.optimizer, state["optimizer"], self._demand.make_room, learn)
 
@@ -546,7 +562,7 @@ class Offload:
         if self._inside:
             raise Invalid("this Offload is in the middle of a step: save and load between two of them")
         self._end_evaluation()
-        self._parameters = dict(self.model.named_parameters())
+        self._names.renew()
         ledger = Storages(self._device, self._demand.size_of)
         self._in_part = True
         self._guard.put()
@@ -562,7 +578,7 @@ class Offload:
 
     def _come_back_outside(self, *_: Any) -> None:
         if not (self._inside or self._in_part):
-            self._come_back()
+            self._names.come_back()
 
     def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._inside:
@@ -570,7 +586,7 @@ class Offload:
             self._compare(sum(tensor.numel() * tensor.element_size() for tensor in given))
         elif torch.is_grad_enabled():
             self._end_evaluation()
-            self._come_back()
+            self._names.come_back()
         elif self._books.away_bytes and not self._evaluates:
             self._evaluates = True
             self._guard.take_off()  # torch takes other ways through some modules where a mode of functions is
@@ -596,8 +612,7 @@ class Offload:
     def _all_written(self, *_: Any) -> None:
         """The optimizer stepped, and no plan or operator says what it wrote."""
         if not self._inside or (self._runner is not None and self._runner.facts.lost):
-            for movable in self._globals.values():
-                movable.written()
+            self._names.written()
 
     def _compare(self, input_bytes: int) -> None:
         """A batch that is larger than that of the profiled step is seen here before it takes more memory."""
@@ -626,90 +641,6 @@ class Offload:
             self._demand.stop()
             self._guard.put()
 
-    def _come_back(self) -> None:
-        with self._books:
-            self._bury()
-            ours = [*self._globals.values(), *self._behind]
-            for movable in ours:
-                movable.come(0.0)
-            for movable in ours:
-                movable.ensure()
-
-    def _bury(self) -> None:
-        """Forget what was dropped by whoever held it."""
-        behind, self._behind = self._behind, []
-        for name in [name for name, movable in self._globals.items() if movable.is_dropped()]:
-            behind.append(self._globals.pop(name))
-        for movable in behind:
-            self._leave_behind(movable)
-
-    def _leave_behind(self, movable: Lasting) -> None:
-        """The program knows it by that name no more. If somebody has it still, as a list of gradients that outlives
-        `zero_grad`, it stays away until it is touched."""
-        if movable.residency is Residency.AWAY and not movable.is_at(None):
-            self._behind.append(movable)
-        else:
-            movable.die()
-
-    def _find(self, name: str) -> Movable | None:
-        """The storage that a trace's tensor is now."""
-        if name.startswith("saved "):
-            return self._tickets.find(name)
-        known = self._globals.get(name)
-        tensor = self._tensor(name)
-        if known is not None and not known.is_of(tensor):
-            self._leave_behind(self._globals.pop(name))
-            known = None
-        if known is not None or tensor is None or tensor.layout is not torch.strided or tensor.device != self._device:
-            return known
-        storage = tensor.untyped_storage()
-        same = self._books.lasting.get(storage._cdata)
-        if same is not None and same.is_at(storage):
-            return same  # two tensors in one storage go together
-        is_shared = storage.device.type == "cpu" and storage.is_shared()
-        if storage.nbytes() and storage.resizable() and not is_shared:
-            known = self._globals[name] = Lasting(name, tensor, self._books)
-        return known
-
-    def _tensor(self, name: str) -> Any:
-        """The tensor of that name in model or optimizer, None if it is not there."""
-        kind, _, rest = name.partition(" ")
-        if kind == "parameter":
-            return self._parameters.get(rest)
-        if kind == "gradient":
-            parameter = self._parameters.get(rest.partition(" #")[0])
-            return None if parameter is None else parameter.grad
-        key, _, rest = name.partition(" of ")
-        parameter = self._parameters.get(rest)
-        return None if parameter is None else self.optimizer.state.get(parameter, {}).get(key)
-
-    def _gradients(self) -> Iterator[str]:
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                yield f"gradient {name}"
-
-    def _names(self, point: str | None) -> Iterable[str]:
-        """What lasts and may have come into being at a point; at None all of it, what is needed last first."""
-        if point is None:
-            for name, parameter in self._parameters.items():
-                yield from self._states(name, parameter)
-            yield from self._gradients() if self._moves_gradients else ()
-            yield from (f"parameter {name}" for name in reversed(self._parameters))
-        elif point.startswith(GRADIENT) and self._moves_gradients:
-            yield f"gradient {point.removeprefix(GRADIENT).partition(' #')[0]}"
-        elif point.startswith((CHUNK, AFTER)):
-            names = {id(parameter): name for name, parameter in self._parameters.items()}
-            number = point.removeprefix(CHUNK).partition(" ")[0]
-            chunks = self._points.chunks
-            for parameter in chunks[min(int(number), len(chunks)) - 1] if number.isdecimal() else chunks[-1]:
-                if id(parameter) in names:
-                    yield from self._states(names[id(parameter)], parameter)
-
-    def _states(self, name: str, parameter: Any) -> Iterator[str]:
-        for key, value in self.optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                yield f"{key} of {name}"
-
     # --- planning ----------------------------------------------------------------------------------------------------
     def _measured(self) -> Hardware:
         disk, host = next(iter(self._disks), None), next(iter(self._hosts), None)
@@ -717,11 +648,10 @@ class Offload:
         if disk is not None:
             found = disk.check_speed()
             write_bytes_s, read_bytes_s = found.write_bytes_s, found.read_bytes_s
-        link_bytes_s = measure_link(self._device) if self._device.type == "cuda" else (math.inf, math.inf)
         return Hardware(
             self.budget_bytes,
-            link_out_bytes_s=link_bytes_s[0],
-            link_in_bytes_s=link_bytes_s[1],
+            link_out_bytes_s=self._link_bytes_s[0],
+            link_in_bytes_s=self._link_bytes_s[1],
             disk_bytes=disk.room_bytes if disk else 0,
             disk_write_bytes_s=write_bytes_s,
             disk_read_bytes_s=read_bytes_s,
@@ -731,30 +661,30 @@ class Offload:
     def _follow(self, trace: Trace, *, anew: bool = False) -> bool:
         """Plan for a trace, and follow the plan from the next step on; False if there is none. `anew`: its times are a
         profiler's."""
-        replays_max = 0 if anew else EVALUATIONS  # such a plan is followed for TIMED_STEPS only: not worth the time
+        replays_max = 0 if anew else EVALUATIONS  # such a plan is followed for a few steps only: not worth the time
         try:
             choice, _ = choose(trace, self.hardware, size_bytes_min=self._size_bytes_min, replays_max=replays_max)
         except Invalid as refused:
             if self.trace is None:
                 raise  # at the beginning, when whoever gave the budget is still there
-            self._since, self._followed = len(self.steps), 0
+            self._since = len(self.steps)
+            self._review.restart()
             if self._runner is None:
                 self._refused = refused.message
-                self._watched = PLAIN_STEPS - REVIEW_STEPS  # so many steps without a plan; then one is profiled again
+                self._watched = PLAIN_STEPS - REFUSED_STEPS
             return False  # with the plan that there is, if there is one
         self.trace, self.choice, self._refused = trace, choice, ""
-        self._since, self._followed = len(self.steps), 0
+        self._since = len(self.steps)
         self._moved = (
             sum(tier.bytes_written for tier in self._books.tiers),
             sum(tier.bytes_read for tier in self._books.tiers),
         )
         if self.choice.plan.is_idle:
-            self._come_back()
+            self._names.come_back()
             self._let_go()
             self._guard.take_off()
             return True
-        self._review = TIMED_STEPS if anew else max(2 * self._review, REVIEW_STEPS)
-        self._timer = SegmentTimer(self._device)
+        self._review.begin(profiled=anew)
         kinds = zip(trace.tensors, trace.kinds.tolist(), trace.sizes_bytes.tolist(), strict=True)
         least = self.choice.plan.size_bytes_min
         self._moving = {name: size for name, kind, size in kinds if KINDS[kind] == "activation" and size >= least}
@@ -766,11 +696,12 @@ class Offload:
         tiers |= {Tier.HOST: self._hosts[0]} if self._hosts else {}
         self._runner = Runner(
             itinerary(trace, self.choice.plan, self._here_bytes),
-            self._find,
+            self._names.find,
             self._lost,
             self._books,
             tiers,
             self.budget_bytes,
+            self._names.movables(),
         )
         return True
 
@@ -778,13 +709,10 @@ class Offload:
         """Whether the plan is still good; if not, another one."""
         assert self.trace is not None, "a plan without a trace"
         assert self.choice is not None, "followed without a plan"
-        is_first = self._review == TIMED_STEPS
-        like = [step.step_s for step in self.steps[self._since :] if not step.lost]
-        drift = statistics.median(like[1:] or like) / self.choice.replayed.step_s - 1
-        if not is_first and abs(drift) < DRIFT_SHARE:
-            self._followed = 0
+        seconds = self._review.look(self.choice.replayed.step_s)
+        if seconds is None:
             return
-        if not is_first:
+        if self._review.has_drifted:
             with suppress(Busy):  # no room to try: the bandwidth stays what it was believed to be
                 self.hardware = self._measured()
-        self._follow(scaled(self.trace, self._timer.seconds()))
+        self._follow(scaled(self.trace, seconds))

@@ -24,7 +24,8 @@ Rejected: errors instead of loading (the program was right before it had less me
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,9 +60,40 @@ _IN_PLACE = frozenset(
 _WITHOUT_WRITES = frozenset({"requires_grad_"})
 
 
-@functools.cache
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a function does with tensors. `writes`: how many of its arguments, from the first on. `is_plain`: whether to
+    bring what it reads is all that is to be done."""
+
+    counts: bool  # as a use of bytes, for points between passes
+    reads: bool
+    writes: int
+    drops: bool  # perhaps a gradient
+    by_address: bool
+    hands_out: bool
+    is_plain: bool
+
+
+@functools.lru_cache(4096)  # a step calls thousands, of a few dozen kinds
+def _kind_of(func: Any) -> _Kind:
+    name = func.__name__
+    attribute = getattr(func, "__self__", None)
+    gets = attribute if name == "__get__" else None
+    counts = name not in _WITHOUT_BYTES
+    writes = max(_writes(name), int(gets is _DATA))
+    by_address, hands_out = name in _BY_ADDRESS or gets is _ARRAY, name in _HANDED_OUT
+    return _Kind(
+        counts,
+        reads=counts or gets in _VIEWS,
+        writes=writes,
+        drops=name == "__set__" and attribute is _GRADIENT,
+        by_address=by_address,
+        hands_out=hands_out,
+        is_plain=not (writes or by_address or hands_out),
+    )
+
+
 def _writes(name: str) -> int:
-    """How many of its arguments a function of that name writes, from the first on."""
     if name.startswith(("_fused_", "_amp_")):
         return 1 << 10
     in_place = name.endswith("_") and not name.endswith("__") and name not in _WITHOUT_WRITES
@@ -103,11 +135,9 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed b
             if movable is not None:
                 self._bring(movable, storage)
 
-    def _look_together(self, values: list[Any]) -> None:
+    def look_together(self, values: Any) -> None:
         """Bring the storages of all tensors among these; none leaves for another of them."""
-        absent = self._books.absent
-        found = (_storage(tensor) for tensor in tensors(values))
-        if not any(storage is not None and storage._cdata in absent for storage in found):
+        if not _is_absent(values, self._books.absent):
             return
         self._each(values, self._books.together.append)
         try:
@@ -115,6 +145,11 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed b
                 self.look(tensor)
         finally:
             self._books.together.clear()
+
+    def changes(self, values: Any) -> None:
+        """Bring all tensors among these, which are about to be written in a way that nobody sees."""
+        self.look_together(values)
+        self._each(values, _written)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _bring(self, movable: Lasting, storage: Any) -> None:
@@ -125,33 +160,32 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed b
                 self._books.absent.pop(storage._cdata, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if torch.compiler.is_compiling() or self._books.own_work:  # what is compiled shall not depend on books
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+        kind = _kind_of(func)
         between = self.between
         if between is None or not between.is_on or in_backward():
-            return self._call(func, args, kwargs or {})
-        if func.__name__ in _WITHOUT_BYTES:
-            if func.__name__ == "__set__" and func.__self__ is _GRADIENT and args[1] is None:
-                between.drop()
-            return self._call(func, args, kwargs or {})
-        return between.run(func, args, kwargs or {}, self._call)
+            return self._call(func, args, kwargs, kind)
+        if kind.counts:
+            return between.run(func, args, kwargs, functools.partial(self._call, kind=kind))
+        if kind.drops and args[1] is None:
+            between.drop()
+        return self._call(func, args, kwargs, kind)
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: _Kind) -> Any:
         """Call a function, with all of its tensors here."""
-        name = func.__name__
-        attribute = getattr(func, "__self__", None) if name == "__get__" else None
-        if self._books.absent and (name not in _WITHOUT_BYTES or attribute in _VIEWS):
-            self._look_together([*args, *kwargs.values()])
+        if kind.reads and self._books.absent:
+            self.look_together((args, tuple(kwargs.values())) if kwargs else args)
+        if kind.is_plain and "out" not in kwargs:
+            return func(*args, **kwargs)
         if self._books.lasting:
-            if writes := _writes(name):
-                self._each(args[:writes], _written)
+            self._each(args[: kind.writes], _written)
             if "out" in kwargs:
-                self._each((kwargs["out"],), _written)
-            if attribute is _DATA:
-                self._each(args[:1], _written)
-            elif name in _BY_ADDRESS or attribute is _ARRAY:
+                self._each(kwargs["out"], _written)
+            if kind.by_address:
                 self._each(args[:1], _held)
-            elif name in _HANDED_OUT:
+            if kind.hands_out:
                 self._each(args[:1], self._hand_out)
         return func(*args, **kwargs)
 
@@ -177,6 +211,18 @@ def _held(movable: Lasting) -> None:
     movable.stays = True
 
 
+def _is_absent(value: Any, absent: Mapping[int, object]) -> bool:
+    """Whether the storage of a tensor among these is not here."""
+    if isinstance(value, torch.Tensor):
+        storage = _storage(value)
+        return storage is not None and storage._cdata in absent
+    if isinstance(value, list | tuple):
+        for part in value:  # as a loop: each call of torch comes by here
+            if _is_absent(part, absent):
+                return True
+    return False
+
+
 def _storage(tensor: Any) -> Any:
     """The storage of a tensor, or of the one inside; None for tensors that have none."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -200,7 +246,9 @@ def _taken_off() -> list[Any]:
 for _function in (
     Guard.__torch_function__,
     Guard._call,
-    Guard._look_together,
+    Guard.look_together,
+    _is_absent,
+    _kind_of.__wrapped__,
     Between.run,
     Guard.look,
     Guard._each,

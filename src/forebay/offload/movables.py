@@ -68,7 +68,7 @@ class Books:
         self.together: list[Movable] = []  # what the call of torch uses that wants something brought
         self.shown: set[Lasting] = set()  # in this step, their storages themselves were handed out
         self.own_work = 0  # how deep
-        self._quiet: list[Any] = []  # while they live no dispatch mode sees operators of this thread
+        self._quiet: list[Any] = []  # while they live no mode sees what this thread asks of torch
         self.waited_s = 0.0  # for what was not here
         self.failures: list[ForebayError] = []  # of stores: the tensors stayed
         self.failed: list[Storage] = []  # tiers that stores failed in, in this step
@@ -77,16 +77,20 @@ class Books:
 
     def __enter__(self) -> None:
         self.own_work += 1
-        self._quiet.append(torch._C._DisableTorchDispatch())
-        if self.own_work == 1:  # deeper, a tier's lock may be held: programs can come here out of the collector
-            try:
+        if self.own_work == 1:
+            unseen = torch._C.DisableTorchFunction()
+            unseen.__enter__()
+            self._quiet += [torch._C._DisableTorchDispatch(), unseen]
+            try:  # deeper, a tier's lock may be held: programs can come here out of the collector
                 self.bury()
             except BaseException:
                 self.__exit__()
                 raise
 
     def __exit__(self, *_: object) -> None:
-        self._quiet.pop()
+        if self.own_work == 1:
+            self._quiet.pop().__exit__(None, None, None)
+            self._quiet.pop()
         self.own_work -= 1
 
     def bury(self) -> None:

@@ -3,8 +3,9 @@
 Theory. A plan counts tensors, and an allocator has gaps that nobody counts. Without a plan every operator passes a
 dispatch mode anyway, and is run again when something has left (`demand`). Under a plan a mode costs some microseconds
 at every operator: a quarter of a step of small kernels on an H200. So it is on for the first STEPS of each plan, in
-which an allocator finds its blocks, then until STEPS in a row needed no rescue, and for good once a step without it had
-no memory. That step fails, and says what to do.
+which an allocator finds its blocks, then until in STEPS in a row nothing was run again and the allocator was not short
+(it gave back what it kept, and found room then), and for good once a step without it had no memory. That step fails,
+and says what to do.
 
 An operator that writes one of its inputs is not run again: perhaps it did so already.
 
@@ -29,11 +30,14 @@ RETRY = (
 
 
 class Rescue:
-    """Of one engine. `used(values)` gives the movables of tensors."""
+    """Of one engine. `used(values)` gives the movables of tensors; `shortages()` counts those of the allocator."""
 
-    def __init__(self, books: Books, used: Callable[[Iterable[Any]], Iterable[Movable]]) -> None:
+    def __init__(
+        self, books: Books, used: Callable[[Iterable[Any]], Iterable[Movable]], shortages: Callable[[], int]
+    ) -> None:
         self.rescued = 0  # operators that were run again
-        self._books, self._used = books, used
+        self._books, self._used, self._shortages = books, used, shortages
+        self._short = 0
         self._mode = OperatorMode(self._dispatch)
         self._is_on = self._for_good = False
         self._left = 0
@@ -42,12 +46,16 @@ class Rescue:
         """There is another plan."""
         self._left = STEPS
 
-    def put(self) -> None:
-        """A step begins."""
+    def put(self) -> bool:
+        """A step begins; whether its operators are watched."""
+        before, self._short = self._short, self._shortages()
+        if self._short > before:
+            self._left = STEPS  # the next time it may find none
         self._is_on = self._for_good or self._left > 0
         self._left -= self._left > 0
         if self._is_on:
             self._mode.put()
+        return self._is_on
 
     def take_off(self) -> None:
         """It is over, or goes without the plan."""

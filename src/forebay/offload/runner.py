@@ -25,7 +25,7 @@ Invariant. What a stretch uses, as far as the trace knows, is here before the st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -52,11 +52,12 @@ class StepFacts:
     most_bytes: int = 0  # as the trace has it, with what was away taken off
     lost: bool = False
     over_bytes: int = 0  # above the budget, where that could not be helped
+    watched: bool = False  # its operators passed a mode, which takes time
 
 
 class Runner:
     """Follows `itinerary` with what `find` gives. `tiers` are those that the plan's numbers mean; `lost()` is called
-    once in a step that turns out to be another one."""
+    once in a step that turns out to be another one. `under_way`: what is on its way already, for another plan."""
 
     def __init__(
         self,
@@ -66,13 +67,15 @@ class Runner:
         books: Books,
         tiers: dict[int, Storage],
         budget_bytes: int,
+        under_way: Iterable[Movable] = (),
     ) -> None:
         self._itinerary, self._find, self._lost = itinerary, find, lost
         self._books, self._tiers, self._budget = books, tiers, budget_bytes
         self._at = 0
         self._lap = 0
-        self._going: list[Movable] = []  # asked to leave, in order
-        self._coming: list[Movable] = []  # asked to come
+        # Asked to leave, in order, and to come. Nobody else waits for what is not in these.
+        self._going = [movable for movable in under_way if movable.residency is Residency.STORING]
+        self._coming = [movable for movable in under_way if movable.residency is Residency.LOADING]
         self._later: list[tuple[str, float]] = []  # planned fetches without memory
         self.is_updating = False
         self.is_larger = self.is_left = False

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from forebay.offload import DiskTier, Offload, engine
+from forebay.offload import DiskTier, Offload, engine, review
 from forebay.offload.planning import improve
 from forebay.offload.planning.trace import KINDS
 from forebay.offload.tiers.disk_tier import Measured
@@ -139,7 +139,7 @@ def times_of_a_table() -> Iterator[None]:
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(engine, "Profiler", partial(Profiler, seconds_of=CORE.seconds)))
         patches.enter_context(mock.patch.object(engine, "scaled", lambda trace, _: trace))
-        patches.enter_context(mock.patch.object(engine, "DRIFT_SHARE", math.inf))
+        patches.enter_context(mock.patch.object(review, "DRIFT_SHARE", math.inf))
         patches.enter_context(mock.patch.object(improve, "EVALUATIONS", 40))
         patches.enter_context(mock.patch.object(DiskTier, "check_speed", return_value=DISK))
         yield

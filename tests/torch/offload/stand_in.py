@@ -67,6 +67,7 @@ class StandIn:
         self.pinned: dict[int, int] = {}  # address -> bytes
         self.trouble: Exception | None = None  # what the next copy fails with
         self.pin_code = 0  # what pinning answers
+        self.short = 0  # how often its allocator was
         self._own = threading.local()
 
     @contextmanager
@@ -97,6 +98,9 @@ class StandIn:
     def checksum(self, source: Any, device: Any, after: threading.Event) -> DeviceSum:
         assert after.wait(PATIENCE_S), "a checksum waits for what never happens"
         return DeviceSum(weighted(source).item())
+
+    def shortages(self, device: Any) -> int:
+        return self.short
 
     def pin(self, address: int, size_bytes: int) -> int:
         assert address not in self.pinned, "pinned twice"

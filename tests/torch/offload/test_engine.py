@@ -16,7 +16,8 @@ from torch import nn
 
 from forebay.core.errors import Closed, ForebayError, Invalid, Unavailable
 from forebay.offload import engine
-from forebay.offload.engine import PATIENCE, PLAIN_STEPS, TIMED_STEPS, Offload
+from forebay.offload.engine import PATIENCE, PLAIN_STEPS, Offload
+from forebay.offload.review import TIMED_STEPS
 from forebay.offload.tiers.disk_tier import DiskTier
 from forebay.offload.tiers.host_tier import HostTier
 from forebay.offload.tracing.storages import storage_of
@@ -413,7 +414,7 @@ def test_a_program_that_comes_to_need_more_than_any_plan_can_keep_goes_on_withou
 ) -> None:
     """A budget that is too small is refused when the first plan is made. Later that would end a long training."""
 
-    monkeypatch.setattr(engine, "REVIEW_STEPS", 3)
+    monkeypatch.setattr(engine, "REFUSED_STEPS", 3)
     rows = [ROWS if step < WATCHED else 6 * ROWS for step in range(WATCHED + PATIENCE + 2)]
     model_alone, optimizer_alone = made()
     model, optimizer = made()

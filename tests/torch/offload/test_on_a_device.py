@@ -275,6 +275,7 @@ def test_a_model_on_meta_is_made_on_the_device(tmp_path: Path) -> None:
     assert differing(left(model, optimizer), expected_left) == []
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, where it is new for that Python
 def test_a_compiled_block_stays_compiled(tmp_path: Path) -> None:
     def compiled() -> tuple[Any, Any]:
         model, optimizer = fused()

@@ -101,6 +101,29 @@ def test_a_step_that_fails_for_memory_says_what_to_do_and_the_next_is_rescued(
     assert same(model, model_alone)
 
 
+def test_an_allocator_that_comes_to_be_short_is_noticed_before_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gaps grow over many steps. It gives back what it kept, and finds room: the next time it may find none."""
+    monkeypatch.setattr(rescue, "STEPS", 1)
+    model_alone, optimizer_alone = made()
+    model, optimizer = made()
+    with (
+        stand_in() as device,
+        Offload(
+            model, optimizer, budget=int(need_bytes() * 0.75), tiers=[DiskTier([tmp_path], "256MiB")], **SMALL
+        ) as off,
+    ):
+        for step in range(WATCHED + 5):
+            device.short += step == WATCHED + 2
+            with off.step():
+                found = take(model, optimizer, step, int(step == WATCHED + 2))
+            assert found == take(model_alone, optimizer_alone, step)
+            assert step < WATCHED + 1 or off.steps[-1].watched == (step in (WATCHED + 2, WATCHED + 3))
+        assert off._rescue.rescued == 1
+    assert same(model, model_alone)
+
+
 def test_rescue_stays_as_long_as_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An allocator that was short in the first steps of a plan is so in later ones: these do not fail."""
     monkeypatch.setattr(rescue, "STEPS", 2)

@@ -76,6 +76,10 @@ class Accelerator(Protocol):
         """Of a tensor's bytes, made by the device once it is past the event `after`. `RuntimeError` if it fails."""
         ...
 
+    def shortages(self, device: Any) -> int:
+        """How often its allocator gave back what it kept, in search of room."""
+        ...
+
     def pin(self, address: int, size_bytes: int) -> int:
         """Tell the device of pages in host memory, so that it copies to and from them by itself; 0, or its error."""
         ...
@@ -145,6 +149,11 @@ class Cuda:
             stream = torch.cuda.Stream(device, priority=_BEFORE_OTHERS)
             sides[device] = stream, torch.cuda.Event(blocking=True)  # who waits for it sleeps
         return sides[device]
+
+    def shortages(self, device: Any) -> int:
+        import torch
+
+        return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
 
     def pin(self, address: int, size_bytes: int) -> int:
         import torch

@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -81,6 +82,11 @@ def check_separable(optimizer: Optimizer, *, trusted: bool = False) -> None:
     )
 
 
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether its step is one of torch's own, and looks at nothing but its parameters' gradients, state and groups."""
+    return type(optimizer) in _STATE_COPIES
+
+
 def _made_from(optimizer: Optimizer) -> Any:
     """The class of torch's that an optimizer's class is, or was made from; None if there is none."""
     return next((kind for kind in type(optimizer).__mro__ if kind in _STATE_COPIES), None)
@@ -114,18 +120,25 @@ def default_chunks(model: Any, optimizer: Optimizer, chunk_bytes: int = CHUNK_BY
 class ChunkedStep:
     """Replaces `step` of one optimizer, between `attach` and `detach`, by one that goes chunk by chunk.
 
-    `at("optimizer chunk <i>")` is called before each chunk and `at("after optimizer")` behind the last. `Invalid` if
-    the optimizer's parameters depend on one another, or if its `step` was replaced by something unknown.
+    `at("optimizer chunk <i>")` is called before each chunk and `at("after optimizer")` behind the last. `around` is
+    entered for the update of a chunk's parameters. `Invalid` if the optimizer's parameters depend on one another, or if
+    its `step` was replaced by something unknown.
     """
 
-    def __init__(self, optimizer: Optimizer, chunks: Sequence[Sequence[Parameter]], at: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        chunks: Sequence[Sequence[Parameter]],
+        at: Callable[[str], None],
+        around: Callable[[Sequence[Parameter]], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         check_separable(optimizer)
         self._optimizer = weakref.ref(optimizer)  # its `step` will hold us
         self._chunks = [list(chunk) for chunk in chunks]
         self._numbers = {id(parameter): number for number, chunk in enumerate(self._chunks) for parameter in chunk}
         if len(self._numbers) != sum(map(len, self._chunks)):
             raise Invalid("a parameter is in two chunks of the optimizer's step: it would be updated twice")
-        self._at = at
+        self._at, self._around = at, around
         self._before: Any = None  # what stood at the object
         self._ours: Any = None
         self._attached = False
@@ -201,7 +214,8 @@ class ChunkedStep:
                     group["params"] = parameters
                 optimizer.param_groups = [group for group, _ in part]
                 if part:
-                    below(optimizer)
+                    with self._around([parameter for group in optimizer.param_groups for parameter in group["params"]]):
+                        below(optimizer)
         finally:
             for group, parameters in zip(groups, whole, strict=True):
                 group["params"] = parameters

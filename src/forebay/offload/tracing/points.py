@@ -19,7 +19,8 @@ Invariants. (1) After `detach` neither model nor optimizer holds a hook of ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -59,7 +60,8 @@ class Points:
 
     `points_of(name, module)` says which modules have points; see `default_points`. Compiled ones have, and those inside
     of them have not: torch cuts what it compiles in two where a hook is. The caller says where a step begins and ends.
-    `Invalid` (from `attach`) if the optimizer cannot step in chunks.
+    `around` is entered for the update of an optimizer's chunk. `Invalid` (from `attach`) if the optimizer cannot step
+    in chunks.
     """
 
     def __init__(
@@ -70,12 +72,13 @@ class Points:
         *,
         points_of: Wanted | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        around: Callable[[Sequence[Any]], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._model = model
         self._at = at
         self._wanted = points_of or default_points(model)
         self.chunks = default_chunks(model, optimizer, chunk_bytes)  # what "optimizer chunk <i>" is about to step
-        self._step = ChunkedStep(optimizer, self.chunks, self._reach)
+        self._step = ChunkedStep(optimizer, self.chunks, self._reach, around)
         self.between = Between(lambda: self._reach(BETWEEN), chunk_bytes)  # for who sees calls of torch
         self._counts: dict[str, int] = {}
         self._handles: list[Any] = []
