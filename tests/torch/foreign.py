@@ -59,6 +59,17 @@ def picture(mode: str, number: int) -> Any:
     return image.new(mode, (9, 5), 7 * number if mode == "L" else (7 * number, 90, 255 - number))
 
 
+def plain(value: Any) -> Any:
+    """What can be compared: of arrays their type, shape and values, of numbers their digits (nan is nan, 0 not -0)."""
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return type(value).__name__, str(value.dtype), tuple(value.shape), value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(plain(each) for each in value)
+    return repr(bytes(value) if isinstance(value, memoryview) else value)
+
+
 # --- of Mosaic's library ---------------------------------------------------------------------------------------------
 MDS_EVERY = {
     "any_array": "ndarray",
@@ -173,6 +184,37 @@ def lit_texts(number: int) -> dict[str, Any]:
     return {"text": text(number), "title": "t" * number}
 
 
+def lit_rows(number: int) -> dict[str, Any]:
+    """Most datasets: dictionaries without arrays. What a row lacks that another has comes back as None."""
+    made = {
+        "image": bytes([number % 256]) * (number % 40),
+        "label": -(2**63) + number if number % 3 else number,
+        "caption": text(number)[:40],
+        "score": EXTREMES[number % len(EXTREMES)],
+        "good": number % 2 == 0,
+        "none": None,
+        "tags": [text(number)[:7]] * (number % 4),
+        "boxes": [[number, each] for each in range(number % 3)],
+        "meta": {"url": None if number % 5 else "u", "size": {"w": number, "h": 2.5}},
+        "words": [{"at": number, "word": "w"}] * (number % 2),
+    }
+    return made | ({"note": f"of {number}"} if number % 7 == 1 else {})
+
+
+def lit_rows_read(number: int) -> dict[str, Any]:
+    return {"note": None} | lit_rows(number)
+
+
+def lit_nest(number: int) -> dict[str, Any]:
+    """Lists beside an array, of each kind that litdata has its own way for."""
+    record = {"n": None, "s": text(number), "i": number, "f": number / 2, "b": number % 2 == 0}
+    lists = (
+        *([], [text(number), "x"], [1, -(2**63), number], [0.5, float("inf")], [True, False], [record] * number),
+        *([None, 1, "two", [3]], [[1, 2], ["x"]], [{"a": 1}, {"b": {"c": [1.5]}}], [2**70]),
+    )
+    return {"a": array("uint8", (4,), number), "any": lists[number % len(lists)], "fixed": [number, number]}
+
+
 def lit_pictures(number: int) -> dict[str, Any]:
     types = importlib.import_module("litdata.types")
     return {"jpeg": types.Jpeg(array=pixels(number)), "image": types.Image(array=pixels(number)), "i": number}
@@ -189,6 +231,7 @@ class Written(NamedTuple):
     sample: Callable[[int], Any]
     samples: int
     how: dict[str, Any]
+    read: Callable[[int], Any] | None = None  # what is read of it, if the library's own reader is asked too
 
 
 MDS = {
@@ -211,11 +254,17 @@ LIT = {
     "lit-ids": Written(lit_ids, 5, {"chunk_size": 2}),
     "lit-pictures": Written(lit_pictures, 3, {"chunk_size": 2}),
     "lit-json": Written(lit_json, 3, {"chunk_size": 2}),
-    "lit-texts": Written(lit_texts, 3, {"chunk_size": 2}),
+    "lit-texts": Written(lit_texts, 3, {"chunk_size": 2}, lit_texts),
+    "lit-rows": Written(lit_rows, 310, {"chunk_size": 300}, lit_rows_read),
+    "lit-rows-zstd": Written(lit_rows, 520, {"chunk_size": 520, "compression": "zstd"}, lit_rows_read),
+    "lit-nest": Written(lit_nest, 10, {"chunk_size": 20}, lit_nest),
     "lit-chunk": Written(lit_tree, 9, {"chunk_size": 4, "compression": "zstd", "compression_level": "chunk"}),
     "lit-chunk-4": Written(lit_tree, 3, {"chunk_size": 4, "compression": "zstd:4", "compression_level": "chunk"}),
     "lit-sample": Written(lit_tree, 3, {"chunk_size": 4, "compression": "zstd", "compression_level": "sample"}),
     "lit-batch": Written(lit_tree, 3, {"chunk_size": 4, "compression": "zstd"}),
+    "lit-batch-2": Written(
+        lit_tree, 9, {"chunk_size": 5, "compression": "zstd:7", "compression_batch_size": 2}, lit_tree
+    ),
     "lit-tokens": Written(lit_ids, 5, {"chunk_bytes": 200, "item_loader": "TokensLoader"}),
 }
 
@@ -239,6 +288,11 @@ def write_lit(folder: Path, written: Written) -> None:
     if "item_loader" in how:
         how["item_loader"] = getattr(litdata.streaming.item_loader, how["item_loader"])()
     litdata.optimize(written.sample, list(range(written.samples)), output_dir=str(folder), **how)
+    if written.read is not None:
+        read = litdata.StreamingDataset(str(folder), shuffle=False)
+        assert len(read) == written.samples
+        for number in range(written.samples):
+            assert plain(read[number]) == plain(written.read(number)), f"{folder.name}, {number}"
 
 
 def main(*names: str) -> None:

@@ -111,7 +111,7 @@ def test_values_are_decoded_as_one_says_by_their_paths():
 
 
 @pytest.mark.parametrize(
-    "odd", [{"encryption": {"algorithm": "fernet"}}, {"compression_level": "batch"}, {"item_loader": "TokensLoader"}]
+    "odd", [{"encryption": {"algorithm": "fernet"}}, {"compression_level": "whole"}, {"item_loader": "TokensLoader"}]
 )
 def test_chunks_of_another_kind_are_refused_in_words(odd: dict[str, Any]):
     with pytest.raises(NotSupported, match=f"written with {next(iter(odd))}="):
@@ -134,9 +134,10 @@ def test_what_is_not_as_the_index_says():
     source = written()
     empty = np.full(27, 108, "<u4")
     empty[0] = 25
-    source.objects["lit/chunk-0-1.bin"] = empty.tobytes() + b"ARROW1"
-    with pytest.raises(NotSupported, match="as Arrow, which is not read here"):
-        LitDataset("b-1/lit/", source=source)[30]
+    for more in (b"", b"ARROW1", b"ARROW1" + bytes(100)):
+        source.objects["lit/chunk-0-1.bin"] = empty.tobytes() + more
+        with pytest.raises(Corrupt, match=r"lit/chunk-0-1.bin is not what index.json says \(its end is not that of"):
+            LitDataset("b-1/lit/", source=source)[30]
     source.objects["lit/index.json"] = json.dumps({"chunks": []}).encode()
     with pytest.raises(Corrupt, match=r"no index of litdata.optimize"):
         LitDataset("b-1/lit/", source=source)

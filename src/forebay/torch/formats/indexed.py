@@ -6,7 +6,8 @@ kept up to HEADS_BYTES_MAX. A sample has the sizes of its columns of variable si
 Which columns there are, and how each is decoded, is what the libraries differ in.
 
 A shard that is compressed as a whole is unpacked by the node, once, and its samples are ranges of the plain form, which
-is the shard's one member.
+is the shard's one member. Where samples of a shard can only be had together (litdata's Arrow and frames), a range holds
+a group of them. Groups are read as those of parquet files are: see `together.py`.
 
 Invariant. Samples are numbered by shard, in byte order of their keys, then as they lie.
 """
@@ -14,9 +15,9 @@ Invariant. Samples are numbered by shard, in byte order of their keys, then as t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -29,7 +30,8 @@ from forebay.core.messages.batch import Item
 from forebay.core.spelling import known_arguments
 from forebay.ports import clock
 from forebay.torch.columns import Column
-from forebay.torch.dataset import SKIPPED, Accesses, Dataset, OnError, decoded, frees_lock, parameters, ranges
+from forebay.torch.dataset import SKIPPED, Accesses, Dataset, OnError, block_rows, decoded, frees_lock, parameters
+from forebay.torch.formats.together import WINDOW_BYTES, KeptHere
 from forebay.torch.source import PATIENCE_S, Bytes, Facts, Source
 from forebay.torch.switch import DIRECT_AFTER_S
 
@@ -40,12 +42,13 @@ Decode = Callable[[Any], Any]
 
 class Columns(NamedTuple):
     """What a sample is made of: names, sizes (None: each sample says it) and decoders, one each. `join` makes the
-    sample of the values; None: a dictionary of them."""
+    sample of the values; None: a dictionary of them. `unpack` makes plain bytes of a sample that lies alone."""
 
     names: tuple[str, ...]
     sizes: tuple[int | None, ...]
     decode: tuple[Decode, ...]
     join: Callable[[list[Any]], Any] | None = None
+    unpack: Decode | None = None
 
 
 class Said(NamedTuple):
@@ -56,10 +59,57 @@ class Said(NamedTuple):
     plain_bytes: int | None
 
 
+class Grouping(Protocol):
+    """How the groups of a shard are read, where samples can only be had together. Both raise `ValueError` for what is
+    damaged."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory that this takes."""
+        ...
+
+    def unpacked(self, group: int, data: Bytes) -> Any:
+        """That group, as it is kept; it has `nbytes`."""
+        ...
+
+    def samples(self, found: Any, inner: list[int]) -> list[Any]:
+        """Of a group these samples, by their numbers in the shard: the bytes of each, or what it holds."""
+        ...
+
+
+class Places(NamedTuple):
+    """Where the samples of a shard begin and end. With `groups` each place is that of `together` samples."""
+
+    starts: Column
+    ends: Column
+    together: int = 1
+    groups: Grouping | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.starts.nbytes) + (0 if self.groups is None else self.groups.nbytes)
+
+
+class Spans(NamedTuple):
+    """Of samples: the shard, the number in it, from where to where it or its group lies, its share of that; the number
+    of its group (-1: it has none), and how these are read, by shard. `damaged`: of which shards nobody can tell, where
+    their samples are skipped: each of these counts as one of equal parts."""
+
+    shards: Column
+    inner: Column
+    starts: Column
+    ends: Column
+    shares: Column
+    groups: Column
+    groupings: dict[int, Grouping]
+    damaged: dict[int, ForebayError]
+
+
 class IndexedShards(Dataset):
     """See the module's header. Kinds say `library` and `suffixes` of its shards, and read the index."""
 
     library = ""
+    window_bytes = WINDOW_BYTES  # of groups
     suffixes: ClassVar[tuple[str, ...]] = ()
 
     @known_arguments
@@ -97,8 +147,9 @@ class IndexedShards(Dataset):
         self.samples = int(self._ends[-1])
         if not self.samples:
             raise NotFound(f"the shards under {place!r} hold no samples")
-        self._heads: OrderedDict[int, Column] = OrderedDict()
+        self._heads: OrderedDict[int, Places] = OrderedDict()
         self._heads_bytes = 0
+        self._groups = KeptHere(2 * self.window_bytes)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_heads": OrderedDict(), "_heads_bytes": 0}
@@ -135,41 +186,40 @@ class IndexedShards(Dataset):
         return self._counts, self.listing.sizes
 
     def sizes(self, indices: Column) -> Column:
-        _, starts, ends, _ = self._spans(indices, Facts())
-        return ends - starts
+        return self._spans(indices, Facts()).shares
 
     def accesses(self, indices: Column) -> Accesses:
-        """Of what is compressed, all of its shard."""
-        shards, starts, ends, _ = self._spans(indices, Facts())
-        packed = np.asarray([shard.plain_bytes is not None for shard in self._shards])[shards]
-        return ranges(
-            self.listing, shards, np.where(packed, 0, starts), np.where(packed, self.listing.sizes[shards], ends)
-        )
+        """Of what is compressed, all of its shard; of samples that are had together, all of their group."""
+        spans = self._spans(indices, Facts())
+        packed = np.asarray([shard.plain_bytes is not None for shard in self._shards])[spans.shards]
+        ends = np.where(packed, self.listing.sizes[spans.shards], spans.ends)
+        rows = block_rows(self.listing, spans.shards, np.where(packed, 0, spans.starts), ends)
+        return Accesses(rows, int(np.where(packed, ends, spans.shares).sum()))
 
-    def _spans(self, indices: Column, facts: Facts) -> tuple[Column, Column, Column, dict[int, ForebayError]]:
-        """The shard of each sample, and from where to where it lies; and of which shards nobody can tell, where their
-        samples are skipped: each of these counts as one of equal parts."""
+    def _spans(self, indices: Column, facts: Facts) -> Spans:
         shards: Column = np.searchsorted(self._ends, indices, "right")
         inner = indices - (self._ends[shards] - self._counts[shards])
-        heads, damaged = self._heads_of(np.unique(shards).tolist(), facts)
+        heads, damaged = self._places(np.unique(shards).tolist(), facts)
         for shard in damaged:
-            heads[shard] = np.linspace(0, self.listing.sizes[shard], int(self._counts[shard]) + 1).astype(np.int64)
-        starts, ends = np.empty_like(inner), np.empty_like(inner)
-        for shard, head in heads.items():
+            even = np.linspace(0, self.listing.sizes[shard], int(self._counts[shard]) + 1).astype(np.int64)
+            heads[shard] = Places(even[:-1], even[1:])
+        starts, ends, together = np.empty_like(inner), np.empty_like(inner), np.ones_like(inner)
+        groups = np.full_like(inner, -1)
+        for shard, places in heads.items():
             here = shards == shard
-            starts[here], ends[here] = head[inner[here]], head[inner[here] + 1]
-        return shards, starts, ends, damaged
+            number = inner[here] // places.together
+            starts[here], ends[here], together[here] = places.starts[number], places.ends[number], places.together
+            if places.groups is not None:
+                groups[here] = number
+        groupings = {shard: places.groups for shard, places in heads.items() if places.groups is not None}
+        return Spans(shards, inner, starts, ends, -(-(ends - starts) // together), groups, groupings, damaged)
 
-    def _heads_of(self, shards: list[int], facts: Facts) -> tuple[dict[int, Column], dict[int, ForebayError]]:
-        """Where the samples of shards begin, and the last one ends. Threads may do the same work twice."""
-        found = {shard: head for shard in shards if (head := self._heads.get(shard)) is not None}
-        missing, sizes = [shard for shard in shards if shard not in found], self.listing.sizes
-        items = [self._item(shard, 0, 4 * (int(self._counts[shard]) + 2)) for shard in missing if sizes[shard]]
-        came = iter(self._source.get_many(items, facts) if items else ())
-        values = [next(came) if sizes[shard] else b"" for shard in missing]  # there is no range of an empty object
+    def _places(self, shards: list[int], facts: Facts) -> tuple[dict[int, Places], dict[int, ForebayError]]:
+        """Where the samples of shards lie. Threads may do the same work twice."""
+        found = {shard: places for shard in shards if (places := self._heads.get(shard)) is not None}
+        missing = [shard for shard in shards if shard not in found]
         damaged: dict[int, ForebayError] = {}
-        for shard, value in zip(missing, values, strict=True):
-            head = value if isinstance(value, ForebayError) else self._head(shard, value)
+        for shard, head in zip(missing, self._read_heads(missing, facts), strict=True):
             if not isinstance(head, ForebayError):
                 found[shard] = self._heads[shard] = head
                 self._heads_bytes += head.nbytes
@@ -181,48 +231,148 @@ class IndexedShards(Dataset):
             self._heads_bytes -= self._heads.popitem(last=False)[1].nbytes
         return found, damaged
 
-    def _head(self, shard: int, data: Bytes) -> Any:
+    def _read_heads(self, shards: list[int], facts: Facts) -> list[Places | ForebayError]:
+        sizes = self.listing.sizes
+        items = [self._item(shard, 0, self.head_bytes(shard)) for shard in shards if sizes[shard]]
+        came = iter(self._source.get_many(items, facts) if items else ())
+        values = [next(came) if sizes[shard] else b"" for shard in shards]  # there is no range of an empty object
+        return [
+            value if isinstance(value, ForebayError) else self._head(shard, value)
+            for shard, value in zip(shards, values, strict=True)
+        ]
+
+    def head_bytes(self, shard: int) -> int:
+        """How long the head of a shard is, at least."""
+        return 4 * (int(self._counts[shard]) + 2)
+
+    def _head(self, shard: int, data: Bytes) -> Places | ForebayError:
         """The places in the head of a shard, or the error that it is."""
-        name, count = f"{self.listing.bucket}/{self.listing.key(shard)}", int(self._counts[shard])
-        plain_bytes = self._shards[shard].plain_bytes
+        count, plain_bytes = int(self._counts[shard]), self._shards[shard].plain_bytes
         end = int(self.listing.sizes[shard]) if plain_bytes is None else plain_bytes
-        said = np.frombuffer(data, "<u4", len(data) // 4).astype(np.int64)
+        said = np.frombuffer(data, "<u4", min(len(data) // 4, count + 2)).astype(np.int64)
         if len(said) != count + 2 or said[0] != count or (np.diff(said[1:]) < 0).any() or said[-1] > end:
-            return Corrupt(f"{name} is not what {INDEX} says: write it again")
-        if said[1] == said[-1] and self._shards[shard].columns.names:
-            return NotSupported(
-                f"{name} has its samples behind its table of places, as Arrow, which is not read here: litdata writes "
-                "dictionaries without arrays so, if it has pyarrow. Give optimize() tuples, or an array with the values"
-            )
-        return said[1:]
+            return self._unlike(shard)
+        return Places(said[1:-1], said[2:])
+
+    def _name(self, shard: int) -> str:
+        return f"{self.listing.bucket}/{self.listing.key(shard)}"
+
+    def _unlike(self, shard: int, why: str = "") -> Corrupt:
+        return Corrupt(f"{self._name(shard)} is not what {INDEX} says{why and f' ({why})'}: write it again")
 
     def _item(self, shard: int, start: int, end: int) -> Item:
         member = "" if self._shards[shard].plain_bytes is None else WHOLE
         return Item(self.listing.bucket, self.listing.key(shard), start, end, member, self.listing.etag(shard))
 
     def fetch(self, indices: Sequence[int], facts: Facts) -> list[Any]:
-        shards, starts, ends, damaged = self._spans(np.asarray(indices, np.int64), facts)
-        items = [self._item(*row) for row in zip(shards.tolist(), starts.tolist(), ends.tolist(), strict=True)]
-        asked = [item for item, shard in zip(items, shards.tolist(), strict=True) if shard not in damaged]
+        spans = self._spans(np.asarray(indices, np.int64), facts)
+        shards = spans.shards.tolist()
+        made: list[Any] = [spans.damaged.get(shard) for shard in shards]
+        alone = [n for n, group in enumerate(spans.groups.tolist()) if group < 0 and made[n] is None]
+        items = {number: self._item_of(spans, number) for number in alone}
+        asked = [item for item in items.values() if item.start != item.end]
         came = iter(self._source.get_many(asked, facts) if asked else ())
-        values = [damaged[shard] if shard in damaged else next(came) for shard in shards.tolist()]
         began_s = clock.monotonic_s()
         facts.unlocked = facts.unlocked or frees_lock(self.decode.values())
-        made: list[Any] = []
 
         def name(number: int) -> str:
-            return f"sample {indices[number]} (in {items[number].bucket}/{items[number].key})"
+            return f"sample {indices[number]} (in {self._name(shards[number])})"
 
-        for number, value in enumerate(values):
+        def make(number: int, value: Any) -> None:
+            if not isinstance(value, ForebayError):
+                value = self._made(self._shards[shards[number]].columns, value, partial(name, number), facts.epoch)
+            made[number] = value
+
+        for number, item in items.items():
+            value = next(came) if item.start != item.end else b""  # there is no range of nothing
             if not isinstance(value, ForebayError):
                 facts.size_bytes += len(value)
-                columns = self._shards[int(shards[number])].columns
-                value = self._made(columns, value, partial(name, number), facts.epoch)
-            made.append(value)
+            make(number, value)
         facts.decode_s += clock.monotonic_s() - began_s
+        if spans.groupings:
+            for number, value in self._of_groups(spans, facts):
+                began_s = clock.monotonic_s()
+                make(number, value)
+                facts.decode_s += clock.monotonic_s() - began_s
         return self._kept(name, made, facts)
 
+    def _item_of(self, spans: Spans, number: int) -> Item:
+        return self._item(int(spans.shards[number]), int(spans.starts[number]), int(spans.ends[number]))
+
+    def _of_groups(self, spans: Spans, facts: Facts) -> Iterator[tuple[int, Any]]:
+        """Of those samples that are had together their numbers in the batch, and what there is of each."""
+        wanted: dict[tuple[int, int], list[int]] = {}
+        for number, key in enumerate(zip(spans.shards.tolist(), spans.groups.tolist(), strict=True)):
+            if key[1] >= 0:
+                wanted.setdefault(key, []).append(number)
+        kept = self._groups.kept()
+        for some in self._at_once(spans, wanted):
+            missing = [key for key in some if key not in kept]
+            asked = [self._item_of(spans, wanted[key][0]) for key in missing]
+            values = dict(zip(missing, self._source.get_many(asked, facts) if asked else (), strict=True))
+            for key in some:
+                numbers = wanted[key]
+                load = partial(
+                    self._group, key, spans.groupings[key[0]], partial(self._item_of, spans, numbers[0]), values, facts
+                )
+                try:
+                    found = kept.group(key, load)
+                    began_s = clock.monotonic_s()
+                    samples = spans.groupings[key[0]].samples(found, spans.inner[numbers].tolist())
+                    facts.decode_s += clock.monotonic_s() - began_s
+                except ForebayError as error:
+                    samples = [error] * len(numbers)
+                except ValueError as error:
+                    samples = [self._damaged(key, error)] * len(numbers)
+                yield from zip(numbers, samples, strict=True)
+
+    def _at_once(self, spans: Spans, wanted: dict[tuple[int, int], list[int]]) -> Iterator[list[tuple[int, int]]]:
+        """Groups, so many at once as a window has bytes."""
+        some: list[tuple[int, int]] = []
+        size_bytes = 0
+        for key, numbers in wanted.items():
+            each_bytes = int(spans.ends[numbers[0]] - spans.starts[numbers[0]])
+            if some and size_bytes + each_bytes > self.window_bytes:
+                yield some
+                some, size_bytes = [], 0
+            some.append(key)
+            size_bytes += each_bytes
+        yield some
+
+    def _group(
+        self,
+        key: tuple[int, int],
+        grouping: Grouping,
+        item: Callable[[], Item],
+        values: dict[tuple[int, int], Any],
+        facts: Facts,
+    ) -> Any:
+        """A group as it is kept. `values` has its bytes, unless it was dropped since somebody saw it."""
+        value = values.pop(key, None)
+        if value is None:
+            (value,) = self._source.get_many([item()], facts)
+        if isinstance(value, ForebayError):
+            raise value
+        facts.size_bytes += len(value)
+        began_s = clock.monotonic_s()
+        try:
+            return grouping.unpacked(key[1], value)
+        except ValueError as error:
+            raise self._damaged(key, error) from error
+        finally:
+            facts.decode_s += clock.monotonic_s() - began_s
+
+    def _damaged(self, key: tuple[int, int], error: ValueError) -> Corrupt:
+        return Corrupt(
+            f"{self._name(key[0])} cannot be read: group {key[1]} of its samples is damaged ({error}). Write it again, "
+            "or on_error='skip'"
+        )
+
     def _made(self, columns: Columns, value: Any, name: Callable[[], str], epoch: int | None) -> Any:
+        if columns.unpack is not None:
+            value = decoded(name, columns.unpack, value)
+            if isinstance(value, ForebayError):
+                return value
         data = memoryview(value)
         at = 4 * columns.sizes.count(None)
         told = iter(np.frombuffer(data[:at], "<u4").tolist() if len(data) >= at else ())
@@ -231,17 +381,20 @@ class IndexedShards(Dataset):
             size_bytes = next(told, -1) if size is None else size
             if size_bytes < 0 or at + size_bytes > len(data):
                 return Corrupt(f"{name()} is cut short in its {column}: write the shard again")
-            made.append(decoded(partial(_part_name, column, name), decode, data[at : at + size_bytes]))
+            made.append(decoded(partial(part_name, column, name), decode, data[at : at + size_bytes]))
             if isinstance(made[-1], ForebayError):
                 return made[-1]
             at += size_bytes
         sample = dict(zip(columns.names, made, strict=True)) if columns.join is None else columns.join(made)
+        return self._transformed(sample, name, epoch)
+
+    def _transformed(self, sample: Any, name: Callable[[], str], epoch: int | None) -> Any:
         if self.transform is None:
             return sample
         return decoded(name, partial(self.transform, epoch=epoch) if self._with_epoch else self.transform, sample)
 
 
-def _part_name(column: str, name: Callable[[], str]) -> str:
+def part_name(column: str, name: Callable[[], str]) -> str:
     return f"the {column} of {name()}"
 
 

@@ -3,20 +3,15 @@
 Theory. A file says at its end where its row groups are, and in each the chunk of each column. These ends are read when
 the dataset is made, some KB of each file, so lengths are known at once. A row cannot be had without decoding its group:
 so groups are fetched as ranges (only the columns that are wanted), decoded by pyarrow, and kept while rows of them are
-due. A shuffle over all rows would decode a group for each row. Therefore every shuffle is one of groups, and then of
-the rows within windows of them, of `window_bytes` decoded; a process keeps two such windows.
+due, and shuffled in windows: see `together.py`.
 
-Invariants. (1) Rows are numbered by file, in byte order of keys, then as they lie. (2) The order is a function of seed,
-epoch and `window_bytes`, which the fingerprint has.
+Invariant. Rows are numbered by file, in byte order of keys, then as they lie.
 """
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forebay.core import limits
-from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound, NotSupported
+from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound
 from forebay.core.formats.listing import Listing
 from forebay.core.messages.batch import Item
 from forebay.core.spelling import known_arguments
@@ -32,12 +27,12 @@ from forebay.ports import clock
 from forebay.torch.columns import Column
 from forebay.torch.dataset import Accesses, Dataset, OnError, Shuffle, block_rows, decoded, frees_lock, parameters
 from forebay.torch.formats.indexed import Decode
-from forebay.torch.order import BlockShuffled, InOrder, Order
+from forebay.torch.formats.together import WINDOW_BYTES, KeptHere, order_of_groups, pyarrow
+from forebay.torch.order import Order
 from forebay.torch.source import PATIENCE_S, Facts, Source
 from forebay.torch.switch import DIRECT_AFTER_S
 
 SUFFIXES = (".parquet", ".pq")
-WINDOW_BYTES = 256 * limits.MIB  # of decoded groups
 GAP_BYTES_MAX = 64 * limits.KIB  # between chunks that are read together
 _TAIL_BYTES = 64 * limits.KIB  # the end of most files
 _FILES_AT_ONCE = 128
@@ -85,7 +80,7 @@ class ParquetDataset(Dataset):
         listing: Listing | bytes | None = None,
         versions: Listing | bytes | None = None,
     ) -> None:
-        _pyarrow("parquet")
+        pyarrow("parquet")
         if isinstance(columns, str) or (columns is not None and not columns):
             raise Invalid(f"columns={columns!r} is not a list of columns: write columns=['text'], or leave it out")
         if window_bytes < 1:
@@ -95,7 +90,7 @@ class ParquetDataset(Dataset):
         self.window_bytes = window_bytes
         self.shape = f"rows, in windows of {window_bytes} bytes"
         self.shape += "" if self.columns is None else f", of {', '.join(sorted(self.columns))}"
-        self._decoded: tuple[int, _Kept | None] = (0, None)  # of a process
+        self._decoded = KeptHere(2 * window_bytes)
         super().__init__(
             place,
             suffixes=suffixes,
@@ -118,9 +113,6 @@ class ParquetDataset(Dataset):
         self.samples = int(self._rows.sum())
         if not self.samples:
             raise NotFound(f"the files under {place!r} hold no rows")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_decoded": (0, None)}
 
     # --- the ends of files -------------------------------------------------------------------------------------------
     def _read_ends(self) -> Iterator[_Group]:
@@ -156,7 +148,7 @@ class ParquetDataset(Dataset):
     def _parsed(self, file: int, tail: bytes) -> Any:
         """The metadata in the end of a file."""
         try:
-            return _pyarrow("parquet").read_metadata(io.BytesIO(tail))
+            return pyarrow("parquet").read_metadata(io.BytesIO(tail))
         except Exception as error:  # pyarrow has errors of many kinds for what is damaged
             raise Corrupt(f"the end of {self._name(file)} cannot be read ({error}): write it again") from error
 
@@ -188,12 +180,7 @@ class ParquetDataset(Dataset):
         window: int = 0,
         before: int = 0,
     ) -> Order:
-        """In windows, whatever the shuffle: see the module's header. The loader's windows count where states name them:
-        in a block shuffle."""
-        if not shuffle:
-            return InOrder(self.samples)
-        size_bytes = min(window_bytes, self.window_bytes) if shuffle == "block" else self.window_bytes
-        return BlockShuffled(*self.blocks(), size_bytes, seed, epoch)
+        return order_of_groups(self.blocks(), self.window_bytes, shuffle, window_bytes, seed, epoch)
 
     def sizes(self, indices: Column) -> Column:
         """Their share of their groups."""
@@ -214,14 +201,11 @@ class ParquetDataset(Dataset):
         inner = numbers - (self._row_ends[groups] - self._rows[groups])
         made: list[Any] = [None] * len(numbers)
         facts.unlocked = facts.unlocked or frees_lock(self.decode.values())
-        pid, kept = self._decoded
-        if kept is None or pid != os.getpid():
-            kept = _Kept(2 * self.window_bytes)
-            self._decoded = os.getpid(), kept
+        kept = self._decoded.kept()
         for number in np.unique(groups).tolist():
             here = np.flatnonzero(groups == number)
             try:
-                table = kept.table(number, partial(self._table, self._groups[number], facts))
+                table = kept.group(number, partial(self._table, self._groups[number], facts))
             except (Corrupt, NotFound) as error:
                 rows: list[Any] = [error] * len(here)
             else:
@@ -260,11 +244,9 @@ class ParquetDataset(Dataset):
         facts.size_bytes += sum(map(len, values))
         began_s = clock.monotonic_s()
         end = self._parsed(group.file, values[-1])
-        file = _pyarrow("").PythonFile(
-            _Pieces(size, dict(zip((start for start, _ in spans), values, strict=True))), "r"
-        )
+        file = pyarrow("").PythonFile(_Pieces(size, dict(zip((start for start, _ in spans), values, strict=True))), "r")
         try:
-            reader = _pyarrow("parquet").ParquetFile(file, metadata=end)
+            reader = pyarrow("parquet").ParquetFile(file, metadata=end)
             columns = None if self.columns is None else list(self.columns)
             table = reader.read_row_group(group.number, columns=columns, use_threads=False)
         except Exception as error:
@@ -273,13 +255,6 @@ class ParquetDataset(Dataset):
             ) from error
         facts.decode_s += clock.monotonic_s() - began_s
         return table
-
-
-def _pyarrow(part: str) -> Any:
-    try:
-        return importlib.import_module("pyarrow" + (f".{part}" if part else ""))
-    except ImportError:
-        raise NotSupported("parquet files need pyarrow: `pip install pyarrow`, or the extra `parquet`") from None
 
 
 def _spans(chunks: list[Any]) -> Iterator[tuple[int, int]]:
@@ -298,34 +273,6 @@ def _spans(chunks: list[Any]) -> Iterator[tuple[int, int]]:
 def _begin(chunk: Any) -> int:
     first = chunk.dictionary_page_offset
     return int(chunk.data_page_offset if not first else min(first, chunk.data_page_offset))
-
-
-class _Kept:
-    """Decoded groups of one process, up to `size_bytes`; a thread that needs one that another decodes waits for it."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self._bytes_max, self._bytes = size_bytes, 0
-        self._tables: OrderedDict[int, Any] = OrderedDict()
-        self._lock = threading.Lock()
-        self._loading: dict[int, threading.Lock] = {}
-
-    def table(self, number: int, load: Callable[[], Any]) -> Any:
-        with self._lock:
-            loading = self._loading.setdefault(number, threading.Lock())
-        with loading:
-            with self._lock:
-                found = self._tables.get(number)
-                if found is not None:
-                    self._tables.move_to_end(number)
-                    return found
-            found = load()
-            with self._lock:
-                self._tables[number] = found
-                self._bytes += found.nbytes
-                while self._bytes > self._bytes_max and len(self._tables) > 1:
-                    self._bytes -= self._tables.popitem(last=False)[1].nbytes
-                self._loading.pop(number, None)
-            return found
 
 
 class _Pieces(io.RawIOBase):
