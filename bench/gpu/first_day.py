@@ -1,7 +1,8 @@
 """What to look at on the first day with a GPU, in this order: each check trusts those before it.
 
 `python -m bench.gpu.offload --first-day`. The checks ran one by one on an H200 (2026-11-27). All passed but that of the
-predicted time, at two budgets of four: docs/offload.md has what was seen. Without a device it says so, and that is no success. A check that fails ends the day:
+predicted time, at two budgets of four: docs/offload.md has what was seen. Without a device it says so, and that is no
+success. A check that fails ends the day:
 what comes after it would say nothing.
 """
 
