@@ -180,6 +180,8 @@ def test_what_the_node_says_of_itself() -> None:
     nodes = [ClusterNode(name, f"http://{name}:1", "active", "active", 0.5, 7, "serves its keys") for name in "ab"]
     nodes[1] = msgspec.structs.replace(nodes[1], kept_once=True)
     alone = msgspec.structs.replace(STATE, cluster=ClusterState("c", "a", 7, True, True, "", nodes))
+    behind = msgspec.structs.replace(STATE, cluster=ClusterState("c", "a", 7, True, True, "", lagging={"b": "why"}))
+    assert (only(findings.node_state(behind)).subject, "why" in only(findings.node_state(behind)).what) == ("b", True)
     assert (only(findings.node_state(alone)).check, only(findings.node_state(alone)).subject) == (
         "copies",
         "http://b:1",

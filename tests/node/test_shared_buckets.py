@@ -69,7 +69,7 @@ def entries(etcd: servers.EtcdCluster, tmp_path: Path, change: dict[str, bytes |
             await meta.transact({PREFIX + name: value for name, value in change.items()})
         found, _ = await meta.range(PREFIX)
         await meta.aclose()
-        return {entry.key.removeprefix(PREFIX): json.loads(entry.value) for entry in found}
+        return {entry.key.removeprefix(PREFIX): json.loads(entry.value)["word"] for entry in found}
 
     return asyncio.run(read())
 
@@ -117,7 +117,7 @@ def test_a_bucket_is_added_changed_and_deleted_at_any_node(
     put(nodes[0], "far", url=f"file://{corpus}")
     until(lambda: all("far" in names(one) for one in (nodes[1], third)), "that one of the name can be added again")
 
-    forged = {"bucket": {"name": "corpus", "url": "file:///etc"}}
+    forged = {"word": {"version": 1 << 60, "bucket": {"name": "corpus", "url": "file:///etc"}}, "mac": "00" * 32}
     entries(etcd, tmp_path, {"corpus": json.dumps(forged).encode(), "more": json.dumps(forged).encode()})
     until(lambda: all("not signed" in state_of(one)["lagging"].get("corpus", "") for one in (*nodes, third)))  # type: ignore[attr-defined]
     assert all(names(one) == {"corpus", "far"} for one in nodes), "nobody follows who has not got the key"

@@ -94,6 +94,8 @@ META_CHANGES_MAX = 128  # changes and conditions of one transaction: etcd's defa
 META_ANSWER_BYTES_MAX = 64 * MIB  # of one answer or event: the state is kilobytes; etcd's own limit on a request is 1.5
 MANIFEST_BYTES_MAX = 4 * MIB  # what a cluster leaves in a bucket: one request; names of some 50,000 objects
 WARM_OBJECTS_MAX = 50_000  # of them: large objects, or shards, of hundreds of terabytes
+SHARED_BUCKET_BYTES_MAX = 512 * KIB  # settings of a bucket of a cluster: a request, with its secrets sealed
+SHARED_BUCKETS_BYTES_MAX = 32 * MIB  # of all of them: a listing is one answer, and in base64
 META_PATIENCE_S = 5.0  # how long a call may take: etcd elects a leader in 1 to 2 s by default
 
 # --- backend ---------------------------------------------------------------------------------------------------------

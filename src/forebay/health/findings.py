@@ -437,6 +437,9 @@ def node_state(state: NodeState) -> Iterator[Finding]:
             what = "of buckets with two copies, what no backend has may be on this node alone"
             change = "seconds after a node comes or goes that is over; if it stays, start another node, and see the log"
             yield Finding("copies", "warn", node.address, what, change)
+    for name, why in state.cluster.lagging.items() if state.cluster is not None else ():
+        change = "mend that; the node tries again by itself. Until then the bucket is here as it was"
+        yield Finding("shared bucket", "warn", name, f"not yet as the cluster has it: {why}", change)
     lost = [front.front for front in state.fronts if not front.connected]
     if lost:
         yield Finding(

@@ -441,6 +441,7 @@ class Engine:
             self.peers,
             secret=read_secret(self.settings.peer_key) if self.settings.peer_key else "",
             chance=self._chance,
+            clock=self.clock,
         )
         await shared.load()
         return shared

@@ -255,7 +255,7 @@ class JobWork:
 
         if self.shared is not None and call.share:
             try:
-                await self.shared.change(call.bucket, pin_here)
+                await self.shared.change(call.bucket, pin_here, stays=True)
             except (Busy, Unavailable) as error:  # every node has this job, so only those that come later miss it
                 log.warning("nodes that come later do not hear of the pins of %s: %s", call.bucket, error)
         await pin_here()
