@@ -30,6 +30,10 @@ class Here:
         self.buckets: dict[str, Bucket] = {}
         self.owes: set[str] = set()
         self.evicted: list[str] = []
+        self.closed: set[str] = set()
+
+    def takes_writes(self, name: str, does: bool) -> None:
+        (self.closed.discard if does else self.closed.add)(name)
 
     def kept(self, name: str) -> Bucket | None:
         return self.buckets.get(name)
@@ -205,8 +209,10 @@ async def test_a_bucket_that_was_made_anew_is_deleted_first() -> None:
         async with one:
             await until_async(lambda: "flush first" in one.shared.lagging.get("data", ""))
             assert one.here.buckets["data"] == OLD
+            assert one.here.closed == {"data"}
             one.here.owes.clear()
             await one.until_has(anew)
+            await until_async(lambda: not one.here.closed)
             assert one.here.evicted == ["data"]
 
 

@@ -140,3 +140,31 @@ def test_a_key_of_no_bucket_in_the_store_harms_nobody(start: Start, etcd: server
     until(lambda: "corpus" in bucket_urls(nodes[1]))
     assert bucket_urls(nodes[1]).keys() == {"corpus"}
     assert lagging(nodes[1]).keys() == {"../../x", "this", "a/b"}
+
+
+def test_a_node_that_is_written_to_all_the_time_follows_too(start: Start, tmp_path: Path) -> None:
+    """It owes something in each moment: it must stop taking more."""
+    nodes = [start(), start()]
+    until_all_are("active", *nodes)
+    make(nodes[0], "back", tmp_path / "back", write="back")
+    (tmp_path / "back").rename(tmp_path / "gone")
+    key = ""
+    for number in range(200):
+        key = str(number)
+        assert nodes[1].ask("PUT", f"/-/v1/objects/back/{key}", {}, b"x")[0] == 200
+        if nodes[1].json("GET", "status")["buckets"][0]["dirty_objects"]:
+            break
+    (tmp_path / "gone").rename(tmp_path / "back")
+    until(lambda: not nodes[0].json("GET", "status")["buckets"][0]["dirty_objects"])
+    (tmp_path / "back").rename(tmp_path / "gone")
+    assert nodes[1].ask("PUT", f"/-/v1/objects/back/{key}", {}, b"last")[0] == 200
+    nodes[0].json("PUT", "buckets/back", {"name": "back", "url": f"file://{tmp_path / 'back'}"})
+    until(lambda: lagging(nodes[1]))
+    status, answer = nodes[1].ask("PUT", f"/-/v1/objects/back/{key}", {}, b"more")
+    assert (status, b"first flushes" in answer) == (503, True), answer
+    assert nodes[1].get("back", key) == b"last"
+    (tmp_path / "gone").rename(tmp_path / "back")
+    until(lambda: not lagging(nodes[1]))
+    assert nodes[1].json("GET", "buckets/back").get("write", "through") == "through"
+    until(lambda: nodes[1].ask("PUT", f"/-/v1/objects/back/{key}", {}, b"more")[0] == 200)
+    until(lambda: nodes[0].get("back", key) == b"more")

@@ -168,6 +168,11 @@ class BucketVerbs:
         self._engine.bounds.check(bucket)
         await self._make(bucket, self.kept(bucket.name), force=False, as_it_is=True)
 
+    def takes_writes(self, name: str, does: bool) -> None:
+        """Whether the bucket takes writes at this node."""
+        closing = self._engine.writes.closing
+        (closing.discard if does else closing.add)(name)
+
     async def _make(self, bucket: Bucket, old: Bucket | None, *, force: bool, as_it_is: bool = False) -> Bucket:
         """`as_it_is`: with the time at which it says it was made."""
         if old is None:

@@ -4,7 +4,8 @@ Theory. The cluster's store says of each bucket what it is, or that it was delet
 the store says of it, then the change at its own node (which checks it, and refuses what would lose something), then
 writes it to the store, on the condition that nobody else did meanwhile. If that fails, the node goes back to what the
 store says. Every node watches the store and does what it says; what it cannot do yet, since it would lose something
-there, it tries again until it can, and `lagging` says why. No request for an object waits for any of it.
+there, it tries again until it can, and `lagging` says why; meanwhile it takes no writes of the bucket, or it might
+never come to that. No request for an object waits for any of it.
 
 A node remembers the last word that it followed of each bucket, deleted ones too. So a bucket that somebody added at one
 node alone stays that node's, also where one of that name was deleted; what was changed at one node alone stays until
@@ -115,6 +116,8 @@ class AtNode(Protocol):
     async def take_up(self, bucket: Bucket) -> None: ...
 
     async def delete_here(self, named: calls.BucketNamed) -> None: ...
+
+    def takes_writes(self, name: str, does: bool) -> None: ...
 
 
 class Cluster(Protocol):
@@ -310,7 +313,7 @@ class SharedBuckets:
                         name = change.key.removeprefix(PREFIX)
                         if change.value is None:
                             self._words.pop(name, None)
-                            self.lagging.pop(name, None)
+                            self._caught_up(name)
                         else:
                             self._words[name] = Entry(change.key, change.value, change.revision)
                     self._news.set()
@@ -362,10 +365,18 @@ class SharedBuckets:
                 await self._meta.put(PREFIX + name, known.said, revision=entry.revision)
                 log.warning("the cluster's store had an old word of bucket %s: the newer is in its place", name)
         elif known.changing or known.said != entry.value:
-            await self._do(name, self._opened(name, word), mine=known.mine)
+            try:
+                await self._do(name, self._opened(name, word), mine=known.mine)
+            except Busy:  # under new writes it might never come to that
+                self._here.takes_writes(name, False)
+                raise
             await self._follows(name, entry.value, word, entry.revision)
         self._done[name] = entry.revision
+        self._caught_up(name)
+
+    def _caught_up(self, name: str) -> None:
         self.lagging.pop(name, None)
+        self._here.takes_writes(name, True)
 
     async def _do(self, name: str, bucket: Bucket | None, *, mine: bool) -> None:
         here = self._here.kept(name)
@@ -453,7 +464,7 @@ class SharedBuckets:
     async def _follows(self, name: str, said: bytes, word: Word, revision: int) -> None:
         """The node does what this word says."""
         self._done[name] = revision
-        self.lagging.pop(name, None)
+        self._caught_up(name)
         await self._remember(name, Followed(said, word.version, word.bucket is not None))
         deleted = [name for name, known in self._followed.items() if known.said and not known.mine]
         for old in sorted(deleted, key=lambda name: self._followed[name].version)[:-DELETED_MAX]:

@@ -159,6 +159,7 @@ class Writes:
         self._entered: Counter[str] = Counter()
         self._quiet: dict[str, asyncio.Event] = {}
         self._left: dict[str, asyncio.Event] = {}
+        self.closing: set[str] = set()  # buckets that take no writes, so that what they owe comes to an end
 
     # --- sections ----------------------------------------------------------------------------------------------------
     def lock(self, bucket: str, key: str) -> AbstractAsyncContextManager[None]:
@@ -188,6 +189,12 @@ class Writes:
         have happened all the same."""
         while bucket in self._quiet:
             await self._quiet[bucket].wait()
+        if answers and bucket in self.closing:
+            raise Busy(
+                f"the cluster has changed or deleted bucket {bucket}, and this node first flushes what it has of it: "
+                "try again, `forebay status` says when",
+                retry_after_s=5.0,
+            )
         self._entered[bucket] += 1
         try:
             served = await (self._buckets.acting(bucket, key) if answers else self._buckets.get(bucket))
@@ -316,6 +323,8 @@ class Writes:
         if body is None or call.path or len(body) != call.size_bytes or len(body) > limits.INLINE_BYTES_MAX:
             return False
         if self._closed or call.if_match is not None or call.if_none_match is not None or bucket in self._quiet:
+            return False
+        if bucket in self.closing:
             return False
         name = (bucket, call.key)
         taken = False
