@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,10 +138,14 @@ def test_a_key_of_no_bucket_in_the_store_harms_nobody(start: Start, etcd: server
         for name in ("../../x", "other")
     )
     raw(etcd, tmp_path, {PREFIX + "../../x": bad, PREFIX + "this": mismatch, PREFIX + "a/b": b"\xff"})
+    name = (tmp_path / "name").read_text().rpartition("/")[2].encode()
+    put = {"key": base64.b64encode(name + b"/bucket/\xff\xfe").decode(), "value": base64.b64encode(b"?").decode()}
+    host, port = etcd.addresses[0]
+    urllib.request.urlopen(f"http://{host}:{port}/v3/kv/put", json.dumps(put).encode()).close()
     make(nodes[0], "corpus", tmp_path / "corpus")
     until(lambda: "corpus" in bucket_urls(nodes[1]))
     assert bucket_urls(nodes[1]).keys() == {"corpus"}
-    assert lagging(nodes[1]).keys() == {"../../x", "this", "a/b"}
+    assert lagging(nodes[1]).keys() == {"../../x", "this", "a/b", "\ufffd\ufffd"}
 
 
 def test_a_node_that_is_written_to_all_the_time_follows_too(start: Start, tmp_path: Path) -> None:

@@ -193,7 +193,8 @@ class EtcdMeta:
         return _text((self._under + key).encode())
 
     def _named(self, entry: Fields) -> str:
-        return _bytes(entry["key"]).decode().removeprefix(self._under)
+        # Somebody else's key may be no UTF-8. Nobody here asks for it by name, and it must not end a watch.
+        return _bytes(entry["key"]).decode(errors="replace").removeprefix(self._under)
 
     def _prefix(self, prefix: str) -> Fields:
         first = (self._under + prefix).encode()
