@@ -169,6 +169,9 @@ def test_a_node_that_is_written_to_all_the_time_follows_too(start: Start, tmp_pa
     status, answer = nodes[1].ask("PUT", f"/-/v1/objects/back/{key}", {}, b"more")
     assert (status, b"first flushes" in answer) == (503, True), answer
     assert nodes[1].get("back", key) == b"last"
+    settings = json.dumps(nodes[0].json("GET", "buckets/back")).encode()
+    status, answer = nodes[1].ask("PUT", "/-/v1/buckets/back?force=1", JSON, settings)
+    assert (status, b"(and `--here`" in answer) == (503, True), "its word is not heard, and it says how it would be"
     (tmp_path / "gone").rename(tmp_path / "back")
     until(lambda: not lagging(nodes[1]))
     assert nodes[1].json("GET", "buckets/back").get("write", "through") == "through"

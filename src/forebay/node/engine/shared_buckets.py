@@ -262,9 +262,16 @@ class SharedBuckets:
                 await self._take_up(name, entry)
             except _Unreadable:
                 pass
-            except ForebayError:
-                if not deletes or self._read(name, entry).bucket is not None:
-                    raise
+            except ForebayError as error:
+                if deletes and self._read(name, entry).bucket is None:
+                    return entry
+                if isinstance(error, Busy):  # it tells of --force, which is for what the caller changes
+                    raise Busy(
+                        f"the cluster has changed bucket {name}, and this node cannot follow yet: {error.message} (and "
+                        "`--here`, with the settings that the cluster has)",
+                        retry_after_s=AGAIN_S,
+                    ) from None
+                raise
         return entry
 
     async def _say(self, name: str, before: Entry | None, bucket: Bucket | None) -> bool:
