@@ -15,6 +15,7 @@ from forebay.core import limits
 from forebay.core.machines.shares import Need, Shares
 from forebay.core.messages import wire
 from forebay.core.types import RangeSpec
+from forebay.node.engine import engine
 
 from .conftest import MIB, Rig, pattern, rig, until
 
@@ -298,3 +299,26 @@ def test_what_is_cached_survives_restarts_of_both_kinds(tmp_path: Path) -> None:
             assert not list((tmp_path / "volumes" / "v0" / "tmp").iterdir())
 
     asyncio.run(story())
+
+
+def test_a_fault_in_what_watches_the_disks_does_not_end_the_watch(
+    rigged: Rigged, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ended silently: a disk that stalled later would have frozen the node."""
+    monkeypatch.setattr(engine, "AGAIN_S", 0.01)
+
+    async def story(rig: Rig) -> None:
+        looked: list[bool] = []
+        watch = rig.engine.store.watch
+
+        def breaks_once(now_s: float) -> object:
+            looked.append(True)
+            if len(looked) == 1:
+                raise RuntimeError("nobody thought of this")
+            return watch(now_s)
+
+        monkeypatch.setattr(rig.engine.store, "watch", breaks_once)
+        await until(lambda: len(looked) > 2)
+        assert "Engine._watch broke; it begins again" in caplog.text
+
+    rigged(story)

@@ -99,6 +99,7 @@ log = logging.getLogger("forebay.engine")
 
 FLUSH_S = 0.003  # changes within it share one index transaction
 HOUSEKEEP_S = 5.0
+AGAIN_S = 1.0  # until background work that broke begins again
 WORKERS = 32  # threads for blocking work: few are used, but a stalled disk must not take all
 FILES_NEEDED = 1024
 MAP_LOOKS, MAP_S = 300, 60.0  # for the cluster's map, by whoever shares work with other nodes
@@ -195,13 +196,14 @@ class Engine:
         if self.catching_up.is_done:
             await self.jobs.resume()
         else:
-            late.append(self.jobs.resume)
+            self._background.append(asyncio.create_task(self._when_whole(self.jobs.resume)))
         if self.homes is not None and self.replicas is not None:
             late += [self.homes.tend, self.replicas.tend]
         if self.shared_buckets is not None:
             late.append(self.shared_buckets.follow)
-        work = [self._housekeep(), self._watch(), self._scrub(), *map(self._when_whole, late)]
-        self._background = [asyncio.create_task(each) for each in work]
+        work = [*map(_lasting, [self._housekeep, self._watch, self._scrub])]
+        work += [self._when_whole(functools.partial(_lasting, each)) for each in late]
+        self._background += [asyncio.create_task(each) for each in work]
 
     def _open_backend(self, bucket: Bucket, counters: BackendCounters) -> Backend:
         return open_backend(bucket, counters=counters, node=self.node_id, bounds=self.bounds, peers=self.peers)
@@ -781,3 +783,13 @@ class Engine:
         self.room.reclaim()
         if removed:
             log.info("%d files that no record names were removed", removed)
+
+
+async def _lasting(work: Callable[[], Awaitable[None]]) -> None:
+    """Work for as long as the engine runs: a fault in it must not end it, and nobody hear of it."""
+    while True:
+        try:
+            return await work()
+        except Exception:
+            log.exception("%s broke; it begins again", getattr(work, "__qualname__", work))
+        await asyncio.sleep(AGAIN_S)
