@@ -307,26 +307,26 @@ class SharedBuckets:
 
     # --- what the cluster says ---------------------------------------------------------------------------------------
     async def follow(self) -> None:
-        """Hear what the store says, and do it, for ever."""
+        """Hear what the store says, for ever."""
         await self._cluster.found.wait()
-        async with asyncio.TaskGroup() as group:  # neither goes on without the other
-            group.create_task(self._hear())
-            group.create_task(self._tend())
-
-    async def _hear(self) -> None:
-        async with aclosing(self._meta.watch(PREFIX)) as told:
-            async for heard in told:
-                if heard.revision < self._heard:  # the store was taken back, or emptied
-                    self._done.clear()
-                self._heard = heard.revision
-                for change in heard.changes:
-                    name = change.key.removeprefix(PREFIX)
-                    if change.value is None:
-                        self._words.pop(name, None)
-                        self._caught_up(name)
-                    else:
-                        self._words[name] = Entry(change.key, change.value, change.revision)
-                self._news.set()
+        doing = asyncio.create_task(self._tend())
+        try:
+            async with aclosing(self._meta.watch(PREFIX)) as told:
+                async for heard in told:
+                    if heard.revision < self._heard:  # the store was taken back, or emptied
+                        self._done.clear()
+                    self._heard = heard.revision
+                    for change in heard.changes:
+                        name = change.key.removeprefix(PREFIX)
+                        if change.value is None:
+                            self._words.pop(name, None)
+                            self._caught_up(name)
+                        else:
+                            self._words[name] = Entry(change.key, change.value, change.revision)
+                    self._news.set()
+        finally:
+            doing.cancel()
+            await asyncio.gather(doing, return_exceptions=True)
 
     async def _tend(self) -> None:
         """Do what the store says, for ever."""
