@@ -2,8 +2,7 @@
 
 `python -m bench.gpu.offload --first-day`. The checks ran one by one on an H200 (2026-11-27). All passed but that of the
 predicted time, at two budgets of four: docs/offload.md has what was seen. Without a device it says so, and that is no
-success. A check that fails ends the day:
-what comes after it would say nothing.
+success. A check that fails ends the day: what comes after it would say nothing.
 """
 
 from __future__ import annotations

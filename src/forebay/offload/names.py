@@ -94,9 +94,8 @@ class Names:
         elif point.startswith((CHUNK, AFTER)):
             names = {id(parameter): name for name, parameter in self.parameters.items()}
             number = point.removeprefix(CHUNK).partition(" ")[0]
-            for parameter in (
-                self.chunks[min(int(number), len(self.chunks)) - 1] if number.isdecimal() else self.chunks[-1]
-            ):
+            over = int(number) if number.isdecimal() else len(self.chunks)  # were updated; at the end all
+            for parameter in self.chunks[min(over, len(self.chunks)) - 1]:
                 if id(parameter) in names:
                     yield from self.states(parameter, names[id(parameter)])
 
@@ -139,7 +138,7 @@ class Names:
 
 @functools.lru_cache(1 << 16)  # of tensors in a step
 def _parsed(name: str) -> tuple[str, str]:
-    """ "parameter", "gradient", "saved" or the key of a state; and the parameter's name."""
+    """The kind (parameter, gradient, saved, or the key of a state), and the parameter's name."""
     kind, _, rest = name.partition(" ")
     if kind in ("parameter", "saved"):
         return kind, rest
