@@ -14,6 +14,7 @@ GIB = 1024 * MIB
 # --- store -----------------------------------------------------------------------------------------------------------
 BLOCK_BYTES = 4 * MIB  # unit of fetch, presence and checksum: one round trip of 20 ms costs 10 % at 200 MB/s
 STRIPE_BYTES = 16 * MIB  # unit of placement over nodes: what opens an object is one of them; samples and most files are
+RELAY_BYTES_MIN = 1 * MIB  # of a read that a node relays and does not keep: the engine's part costs 0.5 MB of bytes
 INLINE_BYTES_MAX = 16 * KIB  # at most this lives in the index record: below it a file costs more than its bytes
 OBJECT_BYTES_MAX = 50 * 1024 * GIB  # S3's limit on one object since 2025: 50 TB; a bitmap of 1.6 MB at 4 MiB blocks
 KEY_BYTES_MAX = 1024  # S3's limit on a key, in UTF-8 bytes

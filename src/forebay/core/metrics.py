@@ -62,6 +62,7 @@ METRICS: dict[str, Metric] = {
         Metric("forebay_limit_refusals_total", "counter", "Requests over a limit, by which.", ("identity", "limit")),
         Metric("forebay_reads_waiting", "gauge", "Reads waiting for the engine."),
         Metric("forebay_reads_resumed_total", "counter", "Times the rest of a begun body was asked for anew."),
+        Metric("forebay_relayed_bytes_total", "counter", "Bytes passed on from other nodes, and not kept."),
         Metric("forebay_suspects_total", "counter", "Hits whose file was gone or unreadable, read again as misses."),
         Metric("forebay_files_open", "gauge", "Data files that fronts hold open."),
         Metric("forebay_door_connections", "gauge", "Processes on this host that read through the door."),

@@ -48,7 +48,6 @@ from forebay.offload.movables import Books
 from forebay.offload.names import Names
 from forebay.offload.planning.choose import Choice, choose
 from forebay.offload.planning.hardware import Hardware, Tier
-from forebay.offload.planning.improve import EVALUATIONS
 from forebay.offload.planning.itinerary import itinerary
 from forebay.offload.planning.plan import SIZE_BYTES_MIN
 from forebay.offload.planning.trace import KINDS, Trace, unmoved
@@ -661,7 +660,7 @@ class Offload:
     def _follow(self, trace: Trace, *, anew: bool = False) -> bool:
         """Plan for a trace, and follow the plan from the next step on; False if there is none. `anew`: its times are a
         profiler's."""
-        replays_max = 0 if anew else EVALUATIONS  # such a plan is followed for a few steps only: not worth the time
+        replays_max = 0 if anew else None  # such a plan is followed for a few steps only: not worth the time
         try:
             choice, _ = choose(trace, self.hardware, size_bytes_min=self._size_bytes_min, replays_max=replays_max)
         except Invalid as refused:

@@ -50,11 +50,15 @@ class Network:
     def __init__(self, chance: Random, here: Callable[[], str], where: Callable[[int], tuple[str, str]]) -> None:
         self._chance, self._here, self._where = chance, here, where
         self._cut: set[tuple[str, str]] = set()
+        self._relays: list[tuple[set[str], socket.socket]] = []
         self.opened: Callable[[socket.socket], None] = lambda connection: None
 
     def cut(self, sender: str, receiver: str) -> None:
         """Nothing that `sender` sends arrives at `receiver` from now on."""
         self._cut.add((sender, receiver))
+        for ends, connection in self._relays:
+            if {sender, receiver} == ends and connection.fileno() >= 0:
+                connection.shutdown(socket.SHUT_RDWR)
 
     def heal(self) -> None:
         self._cut.clear()
@@ -81,6 +85,25 @@ class Network:
                 yield
         finally:
             del whole.by_wire
+
+    async def dial(self, host: str, port: int) -> socket.socket:
+        """A connection of a front, which does not block. A cut breaks it; what it carries is not under way for long."""
+        here, (there, path) = self._here(), self._where(port)
+        wait_s = self.delay_s()
+        while wait_s:
+            await asyncio.sleep(wait_s)
+            wait_s = LOOK_S if self.is_cut(here, there) or self.is_cut(there, here) else 0.0
+        connection = _Socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        self.opened(connection)
+        try:
+            connection.connect(path)
+        except OSError:
+            connection.close()
+            raise
+        self._relays = [each for each in self._relays if each[1].fileno() >= 0]
+        self._relays.append(({here, there}, connection))
+        return connection
 
     def _dial(self, address: tuple[str, int], timeout: Any = None, source_address: Any = None) -> socket.socket:
         there, path = self._where(address[1])

@@ -72,6 +72,11 @@ def copies_of(seed: int) -> int:
     return 1 + seed // 2 % 2
 
 
+def relays_of(seed: int) -> bool:
+    """Whether what is read first is relayed, in the story of this seed."""
+    return seed % 3 == 2
+
+
 class Node:
     """One node of the world, whether it lives or not."""
 
@@ -144,7 +149,7 @@ class Nodes(World):
         # and each misfortune is up to eight times as frequent as usual, or as rare: some have little but drains.
         for_ever = {} if seed % 2 else {"freshness_s": FRESH_IMMUTABLE}
         self._spread = 1.0 if seed % 2 else 8.0
-        self.copies = copies_of(seed)
+        self.copies, self.relays = copies_of(seed), relays_of(seed)
         self.buckets = [replace(b, copies=self.copies, **for_ever) if b.write != "through" else b for b in BUCKETS]
         self.places: list[Place] = [(bucket.name, f"k{number}") for bucket in BUCKETS for number in range(KEYS)]
         self.sources: list[Place] = [(bucket.name, key) for bucket in BUCKETS for key in SOURCES]
@@ -286,6 +291,9 @@ class Nodes(World):
                 self.problems.append(f"{node.name} does not start: {error}")
             return
         watch_evictions(life.engine, self.problems.append)
+        if self.relays and life.engine.cold.relays is not None:
+            life.engine.cold.relays.alone = ()
+            life.front.relay_through(self.network.dial)
         paths = {volume.id: volume.path for volume in life.engine.store.usable()}
         node.threads.name_of = lambda disk: paths.get(disk, disk)
         known = {bucket.name for bucket in life.engine.buckets.all()}

@@ -18,6 +18,7 @@ KIB = limits.KIB
 SCALED = {
     "BLOCK_BYTES": 16 * KIB,
     "STRIPE_BYTES": 256 * KIB,
+    "RELAY_BYTES_MIN": 4 * KIB,
     "INLINE_BYTES_MAX": KIB,
     "ETAG_MD5_BYTES_MAX": 4 * KIB,
     "PART_BYTES_MIN": 20 * KIB,

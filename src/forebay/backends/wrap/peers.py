@@ -129,6 +129,13 @@ class PeersFirst(Counting):
         """Ask the node no more for a while."""
         self._peers.failed(node, error)
 
+    async def head(self, key: str) -> ObjectInfo:
+        info = self._infos[key] = await super().head(key)
+        self._infos.move_to_end(key)
+        if len(self._infos) > INFOS_MAX:
+            self._infos.popitem(last=False)
+        return info
+
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Fetch:
         first = range.first or 0 if range is not None else 0  # before its size is known, a suffix is of stripe 0
         last = range.last if range is not None and range.first is not None else None
@@ -169,8 +176,5 @@ class PeersFirst(Counting):
         """What the backend says of the version, asked once for all pieces of it; None if it is another by now."""
         known = self._infos.get(key) if version else None
         if known is None or known.version != version:
-            known = self._infos[key] = await self.head(key)
-            self._infos.move_to_end(key)
-            if len(self._infos) > INFOS_MAX:
-                self._infos.popitem(last=False)
+            known = await self.head(key)
         return known if version in ("", known.version) else None

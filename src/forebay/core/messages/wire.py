@@ -39,7 +39,7 @@ from forebay.core.errors import Bug, ErrorOnWire
 from forebay.core.record import Record
 from forebay.core.types import Bucket, RangeSpec
 
-WIRE_VERSION = 9
+WIRE_VERSION = 10
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -55,7 +55,9 @@ class Hello(_Message):
 
 class OpenRead(_Message):
     """`version`: only this version will do (a later part of one response). `head_only`: metadata, no body.
-    `revalidate`: ask the backend now, whatever the freshness. `from_node`: another node of the cluster asks."""
+    `revalidate`: ask the backend now, whatever the freshness. `from_node`: another node of the cluster asks.
+    `may_relay`: the front can take the bytes from another node itself (`Relay`). `silent`: a node that was to be asked
+    in that way, and did not answer."""
 
     read: int
     bucket: str
@@ -65,6 +67,8 @@ class OpenRead(_Message):
     head_only: bool = False
     revalidate: bool = False
     from_node: bool = False
+    may_relay: bool = False
+    silent: str = ""
 
 
 class Consumed(_Message):
@@ -149,8 +153,21 @@ class Welcome(_Message):
     away: str = ""  # why clients should go to another node; "" if they need not
 
 
+class Relay(msgspec.Struct, array_like=True, frozen=True):
+    """Bytes of the range up to `end` are to be taken from `node`, at `host` and `port`: `request` is the whole head of
+    the GET, signed, and `etag` the version's, without quotes."""
+
+    node: str
+    host: str
+    port: int
+    request: bytes
+    etag: str
+    end: int
+
+
 class Opened(_Message):
-    """The object and the resolved half-open range. `body` carries the range's bytes when they are few."""
+    """The object and the resolved half-open range. `body` carries the range's bytes when they are few. With `relay`
+    nothing will land: what is beyond its end is asked for anew, and so is everything if that node does not give it."""
 
     read: int
     record: Record
@@ -158,6 +175,7 @@ class Opened(_Message):
     end: int
     hit: bool = False  # every byte was present already (only revalidation or verification was needed)
     body: bytes | None = None
+    relay: Relay | None = None
 
 
 class Landed(_Message):

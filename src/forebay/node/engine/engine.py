@@ -68,6 +68,7 @@ from forebay.node.engine.read.cold import ColdReads
 from forebay.node.engine.read.listings import Listings
 from forebay.node.engine.read.pages import Pages
 from forebay.node.engine.read.prestage import Prestaging
+from forebay.node.engine.read.relays import Relays
 from forebay.node.engine.replicas import Replicas
 from forebay.node.engine.seat import Remembered, Seat, recall, weight_of
 from forebay.node.engine.shared_buckets import SharedBuckets
@@ -171,6 +172,7 @@ class Engine:
                 if self.peers is not None:
                     self.cold.is_of_another = self.peers.is_of_another
                     self.room.other_homes = self.peers
+                    self.cold.relays = Relays(self.peers)
                 self.homes = self.buckets.homes = self._know_homes(self.seat)
                 self.flusher.is_second = self.seat.is_second
                 self._keep_copies(self.seat)

@@ -46,6 +46,8 @@ class Reads(Protocol):
 
     def open(self, ask: Ask, out: Out) -> Read: ...
 
+    def silent(self, node: str) -> None: ...
+
     def suspect(self, bucket: str, key: str, object_id: int, reason: str) -> None: ...
 
 
@@ -70,8 +72,10 @@ class _Answers:
     def __init__(self, connection: Connection, number: int) -> None:
         self._connection, self._number = connection, number
 
-    def opened(self, record: Record, start: int, end: int, hit: bool, body: bytes | None) -> None:
-        self._connection.post(wire.Opened(self._number, record, start, end, hit, body))
+    def opened(
+        self, record: Record, start: int, end: int, hit: bool, body: bytes | None, relay: wire.Relay | None = None
+    ) -> None:
+        self._connection.post(wire.Opened(self._number, record, start, end, hit, body, relay))
 
     def landed(self, start: int, end: int, path: str, offset: int, body: bytes | None) -> None:
         self._connection.post(wire.Landed(self._number, start, end, path, offset, body))
@@ -163,8 +167,16 @@ class Connection(asyncio.Protocol):
             if read := self._reads.get(message.read):
                 read.took(message.position)
         elif isinstance(message, wire.OpenRead):
+            if message.silent:
+                self._fronts.reads.silent(message.silent)
             ask = Ask(
-                message.bucket, message.key, message.range, message.version, message.head_only, message.revalidate
+                message.bucket,
+                message.key,
+                message.range,
+                message.version,
+                message.head_only,
+                message.revalidate,
+                message.may_relay,
             )
             if message.read in self._reads:
                 raise Bug(f"read {message.read} is open already")

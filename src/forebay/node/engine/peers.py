@@ -56,7 +56,7 @@ from forebay.core.errors import ForebayError, Invalid, NotFound, Unavailable
 from forebay.core.limits import STRIPE_BYTES
 from forebay.core.messages.calls import Uploads, UploadsCall
 from forebay.core.messages.copied import ClearCopy, CompareCopies, Copied, CopiesSaid, on_one_line
-from forebay.core.types import CLAIM_QUERY, COPY_HEADER, COPY_QUERY, OWED_QUERY, UPLOADS_QUERY, Bucket
+from forebay.core.types import CLAIM_QUERY, COPY_HEADER, COPY_QUERY, OWED_QUERY, UPLOADS_QUERY, Bucket, RangeSpec
 from forebay.core.versions import whose_versions
 from forebay.node.engine.buckets import Served
 from forebay.node.engine.read.owed_keys import Found
@@ -118,8 +118,7 @@ class Peers:
             return []
         self._go_by(home.epoch)
         places = [home] if home.node != self._node_id else self._seat.former_homes(bucket, key, stripe)
-        now_s = self._clock.monotonic_s()
-        awake = [place for place in places if self._rests_until_s.get(place.node, 0.0) <= now_s]
+        awake = [place for place in places if not self._rests(place.node)]
         return [Peer(place.node, self._backend(bucket, place)) for place in awake]
 
     def is_of_another(self, bucket: str, key: str, position: int) -> bool:
@@ -138,6 +137,23 @@ class Peers:
         """Whether another node, which lives, is the home of what begins there, and is asked for it."""
         home = self._seat.home(bucket, key, position // STRIPE_BYTES)
         return home is not None and home.node != self._node_id and not whose_versions(bucket)
+
+    def to_relay_from(self, bucket: str, key: str, stripe: int) -> Home | None:
+        """The home of a key's stripe, if that is another node which answers, without TLS."""
+        home = self._seat.home(bucket, key, stripe)
+        if home is None or home.node == self._node_id or whose_versions(bucket) or self._rests(home.node):
+            return None
+        return home if home.address.startswith("http://") else None
+
+    def request_of(
+        self, bucket: str, key: str, home: Home, range: RangeSpec, etag: str
+    ) -> tuple[str, int, bytes] | None:
+        """Where a node listens, and the head of a GET of that range of one version there; None if only a proxy, or an
+        address without a port, leads there."""
+        return self._wire(home, bucket).request_of(key, range, f'"{etag}"')
+
+    def _rests(self, node: str) -> bool:
+        return self._rests_until_s.get(node, 0.0) > self._clock.monotonic_s()
 
     def _backend(self, bucket: str, place: Home) -> Backend:
         backend = self._backends.get((bucket, place))
@@ -288,11 +304,10 @@ class Peers:
 
     def failed(self, node: str, error: BaseException) -> None:
         """The node did not answer: it is not asked for a while."""
-        now_s = self._clock.monotonic_s()
-        if self._rests_until_s.get(node, 0.0) <= now_s:
+        if not self._rests(node):
             said = error.message if isinstance(error, ForebayError) else "no answer"
             log.warning("node %s gave no bytes (%s): the backend is asked", node, said)
-        self._rests_until_s[node] = now_s + (REST_S if self._seat.place_of(node) else GONE_REST_S)
+        self._rests_until_s[node] = self._clock.monotonic_s() + (REST_S if self._seat.place_of(node) else GONE_REST_S)
 
     async def aclose(self) -> None:
         """Ask nobody any more."""

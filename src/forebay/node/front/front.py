@@ -35,6 +35,7 @@ from forebay.node.front.objects.listings import ListingAnswers
 from forebay.node.front.objects.members import Members
 from forebay.node.front.objects.puts import Puts
 from forebay.node.front.objects.reads import Reads
+from forebay.node.front.objects.relay import Dial, Sources
 from forebay.node.front.objects.shards import Shards
 from forebay.node.front.s3.errors import RequestIds
 from forebay.node.front.s3.operations import S3
@@ -91,7 +92,8 @@ class Front:
         )
         if settings.cluster:
             self._store.acts = self.link.acts
-        self._reads = Reads(self._store, self.link, self.counts, clock=clock)
+        sources = Sources() if settings.cluster else None
+        self._reads = Reads(self._store, self.link, self.counts, clock=clock, sources=sources)
         self._audit = self._make_audit(settings)
         self._lane = Lane(
             self._reads,
@@ -180,6 +182,8 @@ class Front:
             await self.server.stop(grace_s)
         self.door.stop()
         await self.link.stop()
+        if self._reads.sources is not None:
+            self._reads.sources.close()
         if self._shards is not None:
             await self._shards.aclose()
         self._store.close()
@@ -190,6 +194,10 @@ class Front:
         """Read what somebody may have changed: the certificate."""
         if self._tls is not None:
             self._tls.follow(anew=True)
+
+    def relay_through(self, dial: Dial) -> None:
+        """Reach other nodes in this way."""
+        self._reads.sources = Sources(dial)
 
     def snapshot(self) -> Snapshot:
         """This front's counters and gauges."""

@@ -325,28 +325,39 @@ class Link:
         version: str = "",
         head_only: bool = False,
         revalidate: bool = False,
+        may_relay: bool = False,
     ) -> Read:
         """Start a read. `Unavailable` if there is no engine within the grace time."""
         read = Read(self, bucket, key)
-        await self._begin(read, range, version, head_only, revalidate)
+        await self._begin(read, range, version, head_only=head_only, revalidate=revalidate, may_relay=may_relay)
         return read
 
-    async def open_again(self, read: Read, range: RangeSpec, *, version: str) -> None:
-        """Close `read`, and ask the present engine for another range of its object."""
+    async def open_again(
+        self, read: Read, range: RangeSpec, *, version: str, may_relay: bool = False, silent: str = ""
+    ) -> None:
+        """Close `read`, and ask the present engine for another range of its object. `silent`: the node that did not
+        answer when it was to be relayed from there."""
         read.close()
-        await self._begin(read, range, version, False, False)
+        await self._begin(read, range, version, may_relay=may_relay, silent=silent)
 
     async def _begin(
-        self, read: Read, range: RangeSpec | None, version: str, head_only: bool, revalidate: bool
+        self,
+        read: Read,
+        range: RangeSpec | None,
+        version: str,
+        *,
+        head_only: bool = False,
+        revalidate: bool = False,
+        may_relay: bool = False,
+        silent: str = "",
     ) -> None:
         await self.wait()
         assert self._wire is not None
         self._number += 1
         read.begin(self._number, self._wire)
         self._reads[read.number] = read
-        self.post(
-            wire.OpenRead(read.number, read.bucket, read.key, range, version, head_only, revalidate, from_node.get())
-        )
+        asked = (read.bucket, read.key, range, version, head_only, revalidate, from_node.get(), may_relay, silent)
+        self.post(wire.OpenRead(read.number, *asked))
 
     async def call(self, verb: str, arguments: Any = None) -> Any:
         """Ask the engine and return its answer, typed as core/messages/calls.py says. Raises the engine's error.

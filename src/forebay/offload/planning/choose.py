@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from forebay.core.errors import Invalid
+from forebay.offload.planning import improve
 from forebay.offload.planning.hardware import Hardware, Tier
-from forebay.offload.planning.improve import EVALUATIONS, improved
 from forebay.offload.planning.periods import inactive, last_point
 from forebay.offload.planning.plan import (
     RANKS,
@@ -70,15 +70,16 @@ def choose(
     ranks: tuple[Rank, ...] = RANKS,
     *,
     size_bytes_min: int = SIZE_BYTES_MIN,
-    replays_max: int = EVALUATIONS,
+    replays_max: int | None = None,
 ) -> tuple[Choice, list[Choice]]:
     """The best plan, and all that were tried. Nothing below `size_bytes_min` moves, unless it does not fit without. The
-    best is improved with at most `replays_max` replays.
+    best is improved with at most `replays_max` replays (default: EVALUATIONS of `improve.py`).
     `Invalid`, with the bytes that would do, if no plan keeps the step within the budget."""
     size_bytes_min = movable_from(trace, hardware, size_bytes_min)
     choices = [Choice(plan_, replay(trace, plan_)) for plan_ in _plans(trace, hardware, ranks, size_bytes_min)]
     chosen = best(choices)
-    better = Choice(*improved(trace, chosen.plan, chosen.replayed, replays_max))
+    replays_max = improve.EVALUATIONS if replays_max is None else replays_max
+    better = Choice(*improve.improved(trace, chosen.plan, chosen.replayed, replays_max))
     if better.plan is not chosen.plan:
         choices.append(better)
         chosen = best(choices)

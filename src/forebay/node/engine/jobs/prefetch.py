@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from forebay.core.errors import ErrorOnWire, ForebayError, Unavailable, from_wire
+from forebay.core.messages.wire import Relay
 from forebay.core.record import Record
 from forebay.node.engine.jobs.runner import Moved
 from forebay.node.engine.read.cold import ColdReads
@@ -23,7 +24,9 @@ class Prefetch:
         self._moved = moved
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    def opened(self, record: Record, start: int, end: int, hit: bool, body: bytes | None) -> None:
+    def opened(
+        self, record: Record, start: int, end: int, hit: bool, body: bytes | None, relay: Relay | None = None
+    ) -> None:
         self._size_bytes = 0 if hit else end - start
         self._start, self._whole_bytes = start, end - start
         self._moved(0, self._whole_bytes)

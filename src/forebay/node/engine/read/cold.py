@@ -40,6 +40,7 @@ from forebay.node.engine.read.flights import Flight
 from forebay.node.engine.read.one_read import REOPENS_MAX, Ask, Evictor, Out, Read
 from forebay.node.engine.read.openings import Openings, changed_meanwhile, held_of
 from forebay.node.engine.read.permits import Permits
+from forebay.node.engine.read.relays import Offer, Relays
 from forebay.node.engine.read.sink import DiskSink, DiskTrouble, MemorySink, pass_memory
 from forebay.node.outcomes import from_node
 from forebay.node.store.writer.landing import Landing
@@ -129,6 +130,7 @@ class ColdReads:
         # whether blocks of a key that are not here are worth fetching whole for so many bytes in them
         self.keeps: Callable[[str, str, list[int], int], bool] = lambda bucket, key, blocks, wanted_bytes: True
         self.read_apart: Callable[[str, str, int, int], None] = lambda bucket, key, start, end: None
+        self.relays: Relays | None = None  # among other nodes
         self.is_of_another: Callable[[str, str, int], bool] = lambda bucket, key, position: False  # by the map
         self.bring_up: Callable[[str, str], None] = lambda bucket, key: (
             None
@@ -203,6 +205,9 @@ class ColdReads:
             elif answer.inline is not None:
                 self._give_inline(read, answer.inline, hit=False)
                 return
+            elif answer.offer is not None:
+                if self._give_offer(read, answer.offer, answer.asked_s):
+                    return
             elif answer.passing is not None:
                 info = answer.passing.info
                 await self._pass(read, served, info, answer.asked_s, body=answer.passing.take())
@@ -339,6 +344,16 @@ class ColdReads:
             read.record = record
             read.out.opened(record, start, end, hit, record.inline[start:end])
             read.out.finished()
+
+    def _give_offer(self, read: Read, offer: Offer, asked_s: float) -> bool:
+        """Tell the reader where to take the bytes; False if that was not for it."""
+        start, end = _resolve(read.ask.range, offer.info.size_bytes)
+        if not read.ask.may_relay or (start, end) != (offer.start, offer.end):
+            return False
+        if not read.closed:
+            read.record = make_record(offer.info, asked_s)
+            read.out.opened(read.record, start, end, False, None, offer.relay)
+        return True
 
     def _give(self, read: Read, flight: Flight) -> None:
         if read.closed:
@@ -631,6 +646,11 @@ class ColdReads:
             return now is not None and now.object_id == object_id
 
         return Nowhere(served.bucket.name, still_owned)
+
+    def silent(self, node: str) -> None:
+        """A front asked a node for what was to be relayed, and it did not answer."""
+        if self.relays is not None:
+            self.relays.silent(node)
 
     def suspect(self, bucket: str, key: str, object_id: int, reason: str) -> None:
         """A front could not use the bytes that the record lists."""

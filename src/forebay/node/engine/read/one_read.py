@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from forebay.core import limits
 from forebay.core.errors import ErrorOnWire
+from forebay.core.messages.wire import Relay
 from forebay.core.record import Record
 from forebay.core.types import RangeSpec
 from forebay.node.engine.read.flights import Flight
@@ -42,12 +43,15 @@ class Ask(NamedTuple):
     version: str = ""
     head_only: bool = False
     revalidate: bool = False
+    may_relay: bool = False  # whether `Out` takes a `Relay`
 
 
 class Out(Protocol):
     """Where a read's answers go. Called from the engine's loop; must not block."""
 
-    def opened(self, record: Record, start: int, end: int, hit: bool, body: bytes | None) -> None: ...
+    def opened(
+        self, record: Record, start: int, end: int, hit: bool, body: bytes | None, relay: Relay | None = None
+    ) -> None: ...
 
     def landed(self, start: int, end: int, path: str, offset: int, body: bytes | None) -> None: ...
 

@@ -56,6 +56,7 @@ from forebay.node.engine.buckets import Buckets, Served
 from forebay.node.engine.counts import Tally
 from forebay.node.engine.read.flights import Flight
 from forebay.node.engine.read.one_read import Ask
+from forebay.node.engine.read.relays import Offer, Relays
 from forebay.node.store.disk.usage import taken_bytes
 from forebay.node.store.writer.writer import Store
 
@@ -97,6 +98,7 @@ class Answer(NamedTuple):
     passing: Passing | None = None
     stale: bool = False
     beyond: ObjectInfo | None = None  # the object, when the range asked for lies outside it
+    offer: Offer | None = None  # take it from there; who else waited for this answer asks anew
 
 
 class Opening:
@@ -283,9 +285,15 @@ class Openings:
     async def _first_fetch(self, ask: Ask, opening: Opening) -> Answer:
         """The request that finds out what the object is and brings its first bytes."""
         served, asked_s, name = opening.served, opening.asked_s, (ask.bucket, ask.key)
+        version = ask.version
         async with self._cold.permits(served.bucket.name).claim(opening, Need.FIRST):
+            if relays := self._cold.relays:
+                info, offer = await self._relayed(relays, ask, opening)
+                if offer is not None:
+                    return Answer(asked_s, offer=offer)
+                version = info.version if info is not None else version
             try:
-                fetch = await served.backend.fetch(ask.key, first_request(ask.range), version=ask.version)
+                fetch = await self._fetch(served, ask, version)
             except Invalid as error:
                 if error.code != "InvalidRange":
                     raise
@@ -309,6 +317,24 @@ class Openings:
         except BaseException:
             await fetch.aclose()
             raise
+
+    async def _relayed(self, relays: Relays, ask: Ask, opening: Opening) -> tuple[ObjectInfo | None, Offer | None]:
+        """What the backend says of the object, if it was asked, and how the read is relayed, if it is."""
+        place = None if self._cold.foretold(ask.bucket, ask.key) else relays.place(ask, opening.served)
+        if place is None:
+            return None, None
+        info = relays.known(ask) or await self.head(opening.served, ask.key, opening)
+        return info, relays.offer(ask, place, info)
+
+    async def _fetch(self, served: Served, ask: Ask, version: str) -> Fetch:
+        """The first bytes: of `version`, if they are that still, for a read that names none."""
+        wanted = first_request(ask.range)
+        try:
+            return await served.backend.fetch(ask.key, wanted, version=version)
+        except Precondition:
+            if version == ask.version:
+                raise
+        return await served.backend.fetch(ask.key, wanted)
 
     async def _beyond(self, ask: Ask, opening: Opening) -> Answer:
         """The range lies outside the object. Either the object is empty, or the reader must learn its size."""

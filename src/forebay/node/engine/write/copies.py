@@ -40,6 +40,7 @@ from forebay.core.errors import (
 )
 from forebay.core.machines.uploads import Digest, stored_checksum, with_checksum, without_own
 from forebay.core.messages.calls import CopyCall, PartState, UploadPartCall, UploadPartCopyCall, Written
+from forebay.core.messages.wire import Relay
 from forebay.core.record import Record, State
 from forebay.core.s3rules.conditions import Conditions
 from forebay.core.s3rules.keeping import without_keeping
@@ -79,7 +80,9 @@ class _Pieces:
     def __init__(self) -> None:
         self.queue: asyncio.Queue[_Piece | ForebayError | None] = asyncio.Queue()
 
-    def opened(self, record: Record, start: int, end: int, hit: bool, body: bytes | None) -> None:
+    def opened(
+        self, record: Record, start: int, end: int, hit: bool, body: bytes | None, relay: Relay | None = None
+    ) -> None:
         if body is not None:
             self.queue.put_nowait(_Piece(start, end, "", 0, body))
 

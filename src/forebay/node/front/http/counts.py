@@ -38,6 +38,7 @@ class FrontCounts:
         "read_errors",
         "reads_resumed",
         "reads_waiting",
+        "relayed_bytes",
         "requests",
         "requests_refused",
         "sent_bytes",
@@ -63,6 +64,7 @@ class FrontCounts:
         self.read_errors = 0
         self.reads_resumed = 0
         self.reads_waiting = 0
+        self.relayed_bytes = 0
         self.suspects = 0
         self.unproved_bytes = 0
         self.sent_bytes = 0
@@ -98,6 +100,7 @@ class FrontCounts:
             "forebay_requests_refused_total": self.requests_refused,
             "forebay_reads_waiting": self.reads_waiting,
             "forebay_reads_resumed_total": self.reads_resumed,
+            "forebay_relayed_bytes_total": self.relayed_bytes,
             "forebay_suspects_total": self.suspects,
             "forebay_engine_connects_total": self.engine_connects,
         }

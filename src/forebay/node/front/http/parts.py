@@ -1,4 +1,4 @@
-"""Answers whose body is sent in pieces: `start`, `write` or `write_file`, `end`.
+"""Answers whose body is sent in pieces: `start`, `write`, `write_file` or `write_spliced`, `end`.
 
 Theory. This class holds the state that every answer of a connection needs (phase, stage, whether the connection goes on
 after it; `connection.py` has the arrows), and sends the answers that take more than one step. The head leaves with the
@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from forebay.node.front.http.chunks import ChunkFraming
-from forebay.node.front.http.requests import STATUS_LINES
-from forebay.node.front.http.sender import ClientGone, Sender
+from forebay.node.front.http.requests import STATUS_LINES, Source
+from forebay.node.front.http.sender import CAN_SPLICE, ClientGone, FileFailed, Sender
 
 if TYPE_CHECKING:
     from forebay.node.front.http.server import Server
@@ -107,6 +107,27 @@ class Parts(Sender):
         self._counts.sent_bytes += len(head) + size_bytes
         self._since_s = self._server.now_s
         await self._put_and_wait(head, fd, offset, size_bytes)
+
+    @property
+    def can_splice(self) -> bool:
+        return CAN_SPLICE
+
+    async def write_spliced(self, source: Source, size_bytes: int) -> None:
+        self._owe(size_bytes)
+        assert not self._mute, "HEAD has no body"
+        assert self.framing is None, "a piece that breaks off must be gone on with"
+        self._spend(size_bytes)
+        head, self._head = self._head, b""
+        self._counts.sent_bytes += len(head) + size_bytes
+        self._since_s = self._server.now_s
+        first = source.first
+        if head or first:
+            await self._put_and_wait(head + first)
+        try:
+            await self._splice_and_wait(source.socket, source.pipe, size_bytes - len(first))
+        except FileFailed as error:
+            self._owe(-error.left_bytes)
+            raise
 
     def _owe(self, size_bytes: int) -> None:
         assert self._stage == PARTS, "start the body first"

@@ -17,6 +17,7 @@ a response only through `header_line`, which passes no control character.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import unquote_to_bytes
@@ -29,6 +30,7 @@ from forebay.core.types import LOOP_STATUS
 
 if TYPE_CHECKING:
     from forebay.node.front.http.accounts import Account
+    from forebay.node.front.http.sender import Pipe
 
 
 class Request:
@@ -106,6 +108,14 @@ class File(Protocol):
     def release(self) -> None: ...
 
 
+class Source(NamedTuple):
+    """A body that another node sends: `first` has come, the rest is still in `socket`, and goes through `pipe`."""
+
+    socket: socket.socket
+    pipe: Pipe
+    first: bytes
+
+
 class Waiting(Protocol):
     """What a request waits for. One whose `is_brief` is true goes on for a client that has closed its own half of the
     connection; the others take that for a client that is gone."""
@@ -177,6 +187,17 @@ class Exchange(Protocol):
         """Send a piece of the body, `before` and then `size_bytes` of a file by sendfile; returns when the socket has
         taken it. The caller keeps `fd` open until then. `FileFailed` if the file ends early: of a body of known size
         the rest of the piece is then owed still."""
+        ...
+
+    @property
+    def can_splice(self) -> bool:
+        """Whether `write_spliced` works here: not over TLS, whose bytes the kernel cannot make."""
+        ...
+
+    async def write_spliced(self, source: Source, size_bytes: int) -> None:
+        """Send a piece of a body of known size: what came from the source already, and the rest of `size_bytes` from
+        socket to socket in the kernel. `FileFailed` if the source ends early or falls silent: the rest of the piece is
+        then owed still."""
         ...
 
     async def end(self) -> None:

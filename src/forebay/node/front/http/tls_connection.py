@@ -52,6 +52,10 @@ class TlsConnection(Connection):
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._secured = False
 
+    @property
+    def can_splice(self) -> bool:
+        return False
+
     # --- bytes in ----------------------------------------------------------------------------------------------------
     def get_buffer(self, sizehint: int) -> memoryview:
         return _cipher

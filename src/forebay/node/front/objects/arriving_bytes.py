@@ -12,10 +12,14 @@ engine or the file is gone, the file failed, or the engine withdrew wrong bytes 
 goes on to its end). If that version is gone, the answer is cut short; it is never completed with another version's
 bytes.
 
+A *relayed* read has no bytes from the engine: another node sends them (`objects/relay.py`), a stripe at a time, and
+the rest is asked for again after each. If that node does not give them, they are asked for as any others.
+
 Rejected: remembering the inode of what was told (says which file it is, not whether its bytes are still in it).
 
 Invariants. (1) Pieces come in order and without a gap. (2) Bytes are only taken from what the read's own engine keeps.
-(3) The rest is asked for at most REOPENS_MAX times without a byte of progress.
+(3) The rest is asked for at most REOPENS_MAX times without a byte of progress. (4) After a relay that failed nothing
+more of the read is relayed.
 """
 
 from __future__ import annotations
@@ -23,32 +27,44 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from forebay.core.errors import Bug, ForebayError, Unavailable
-from forebay.core.messages.wire import Landed, Opened
+from forebay.core.messages.wire import Landed, Opened, Relay
+from forebay.core.ranges import end_of_stripe
 from forebay.core.record import is_version
 from forebay.core.types import RangeSpec
+from forebay.node.front.http.requests import Source
 from forebay.node.front.link import Link, Read
+from forebay.node.front.objects.relay import Refused, Relayed, Silent, Sources
 from forebay.node.store.reader import LeasedFile, StoreReader
 
 REOPENS_MAX = 3
 
 
 class Piece(NamedTuple):
-    """The next bytes of the object, up to `end`: `body`, or `size_bytes` of `file` from `offset` on. The file is good
-    until the next piece is asked for."""
+    """The next bytes of the object, up to `end`: `body`, or `size_bytes` of `file` from `offset` on, or of what another
+    node sends. File and source are good until the next piece is asked for."""
 
     end: int
     size_bytes: int
     body: bytes | None
     file: LeasedFile | None
     offset: int
+    source: Source | None = None
 
 
 class Arriving:
-    """Bytes [start, end) of the object in `opened`, the engine's answer to `read`. See the module's header. `again`
-    counts how often the rest was asked for."""
+    """Bytes [start, end) of the object in `opened`, the engine's answer to `read`. See the module's header. `reopened`
+    counts how often the rest was asked for because something failed."""
 
-    def __init__(self, store: StoreReader, link: Link, read: Read, opened: Opened) -> None:
+    def __init__(
+        self, store: StoreReader, link: Link, read: Read, opened: Opened, sources: Sources | None = None
+    ) -> None:
+        """`sources` is needed for a read that may be relayed."""
         self.position, self._end = opened.start, opened.end
+        self._upto = opened.end if opened.relay is None else opened.relay.end  # of what this read gives
+        self._relays = opened.relay is not None
+        self._sources = sources
+        self._relayed: Relayed | None = None
+        self._silent = ""
         self.reopened = 0
         self.as_stored = opened.body is None and opened.record.object_id != 0  # all of it is in the object's file
         self._store, self._link, self._read = store, link, read
@@ -68,13 +84,18 @@ class Arriving:
         """The next bytes, as many as there are. Raises the engine's error, `Precondition` if the version is gone,
         `Unavailable` if the rest is not available now."""
         while True:
-            if self._broken:
+            if self._broken or self.position == self._upto:
                 await self._ask_again()
             opened, self._opened = self._opened, None
+            if opened is not None and opened.relay is not None:
+                source = await self._relay(opened.relay)
+                if source is not None:
+                    return Piece(self._upto, self._upto - self.position, None, None, 0, source)
+                continue
             if opened is not None and opened.body is not None:
-                if len(opened.body) != self.left_bytes:
+                if len(opened.body) != self._upto - self.position:
                     raise Bug("the engine sent a body of another size than it said: please report it")
-                return Piece(self._end, self.left_bytes, opened.body, None, 0)
+                return Piece(self._upto, len(opened.body), opened.body, None, 0)
             landed = await self._landed()
             if landed is None:
                 continue
@@ -92,16 +113,23 @@ class Arriving:
         if position > self.position:
             self.position, self._tries = position, 0
             self._read.consumed(position)
+        if self._relayed is not None and position == self._upto:
+            self._relayed.end()
+            self._relayed = None
 
     def failed(self) -> None:
-        """The file of the last piece failed or ended: bytes not taken must come from elsewhere."""
+        """The file or the source of the last piece failed or ended: bytes not taken must come from elsewhere."""
         self._broken = True
+        self._relays = False
 
     def close(self) -> None:
-        """Close the file. The read's owner closes the read."""
+        """Close file and source. The read's owner closes the read."""
         file, self._file = self._file, None
         if file is not None:
             file.release()
+        relayed, self._relayed = self._relayed, None
+        if relayed is not None:
+            relayed.close()
 
     # --- inside ------------------------------------------------------------------------------------------------------
     async def _landed(self) -> Landed | None:
@@ -113,9 +141,20 @@ class Arriving:
                 raise
             self._broken = True
             return None
-        if landed.start != self.position or not self.position < landed.end <= self._end:
+        if landed.start != self.position or not self.position < landed.end <= self._upto:
             raise Bug(f"bytes landed at {landed.start}..{landed.end} where {self.position} was next")
         return landed
+
+    async def _relay(self, relay: Relay) -> Source | None:
+        """What another node sends; None if it does not."""
+        assert self._sources is not None, "it was not asked for"
+        try:
+            self._relayed = await self._sources.open(relay, self.position)
+        except (Silent, Refused) as error:
+            self._silent = relay.node if isinstance(error, Silent) else ""
+            self.failed()
+            return None
+        return self._relayed.source
 
     async def _open(self, path: str) -> LeasedFile | None:
         """The file that the engine named; None if it cannot be opened, or that engine is gone."""
@@ -129,21 +168,31 @@ class Arriving:
         return self._file
 
     async def _ask_again(self) -> None:
-        """The rest of the same version, from the engine that is there now."""
+        """The rest of the same version, or its next stripe, from the engine that is there now."""
         self.close()
-        if self._tries == REOPENS_MAX:
-            raise Unavailable("the bytes cannot be read where they landed: read again")
-        self._tries += 1
-        self.reopened += 1
+        if self._broken:
+            if self._tries == REOPENS_MAX:
+                raise Unavailable("the bytes cannot be read where they landed: read again")
+            self._tries += 1
+            self.reopened += 1
         self.as_stored = False
-        await self._link.open_again(self._read, RangeSpec(self.position, self._end - 1), version=self._version)
+        self._broken = True  # until there is an answer
+        self._upto = min(self._end, end_of_stripe(self.position)) if self._relays else self._end
+        silent, self._silent = self._silent, ""
+        await self._link.open_again(
+            self._read,
+            RangeSpec(self.position, self._upto - 1),
+            version=self._version,
+            may_relay=self._relays,
+            silent=silent,
+        )
         try:
             self._opened = opened = await self._read.opened()
         except ForebayError:
             if self._read.stands:
                 raise
             return  # we asked an engine that was gone, which nobody had heard of yet
-        check_same(opened, self._version, self.position, self._end)
+        check_same(opened, self._version, self.position, self._upto)
         self._broken = False
 
 

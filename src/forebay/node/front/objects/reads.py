@@ -33,6 +33,7 @@ from forebay.node.front.http.requests import Exchange, status_of
 from forebay.node.front.http.sender import FileFailed
 from forebay.node.front.link import Link, Read
 from forebay.node.front.objects.arriving_bytes import REOPENS_MAX, Arriving, check_same
+from forebay.node.front.objects.relay import Sources
 from forebay.node.store.reader import LeasedFile, StoreReader
 from forebay.ports import clock as clocks
 
@@ -103,8 +104,11 @@ class Reads:
         counts: FrontCounts,
         *,
         clock: clocks.Clock = clocks.system,
+        sources: Sources | None = None,
     ) -> None:
+        """`sources`: other nodes, where there are any."""
         self.buckets: dict[str, Bucket] = {}
+        self.sources = sources
         self._store = store
         self._link = link
         self.counts = counts
@@ -360,7 +364,8 @@ class Reads:
         """False: the version that was opened is gone, and nothing is said yet."""
         counts, begun = self.counts, False
         head_only = exchange.request.method == b"HEAD"
-        read = await self._link.open_read(bucket, key, range, head_only=head_only)
+        may_relay = self.sources is not None and exchange.can_splice and not head_only
+        read = await self._link.open_read(bucket, key, range, head_only=head_only, may_relay=may_relay)
         try:
             opened = await read.opened()
             answer = answer_plainly(opened.record, range, extra) if decide is None else decide(opened.record)
@@ -426,7 +431,7 @@ class Reads:
         """Send [start, end) as it lands, as pieces of the body that was begun, or that `begin` begins once the first
         piece is at hand. What lands in a file was hashed, or compared, by the engine."""
         assert (opened.start, opened.end) == (start, end), "what was opened is what is sent"
-        arriving = Arriving(self._store, self._link, read, opened)
+        arriving = Arriving(self._store, self._link, read, opened, self.sources)
         try:
             while arriving.left_bytes:
                 piece = await arriving.piece()
@@ -436,16 +441,20 @@ class Reads:
                         begin()
                         begin = None
                 end = piece.end
-                if piece.file is None:
-                    await exchange.write(piece.body or b"")
-                else:
-                    try:
+                try:
+                    if piece.source is not None:
+                        await exchange.write_spliced(piece.source, piece.size_bytes)
+                    elif piece.file is not None:
                         await exchange.write_file(piece.file.fd, piece.offset, piece.size_bytes)
-                    except FileFailed as error:
-                        if exchange.framing is not None:
-                            raise  # what would fill the piece must come from elsewhere
-                        end -= error.left_bytes
-                        arriving.failed()
+                    else:
+                        await exchange.write(piece.body or b"")
+                except FileFailed as error:
+                    if exchange.framing is not None:
+                        raise  # what would fill the piece must come from elsewhere
+                    end -= error.left_bytes
+                    arriving.failed()
+                if piece.source is not None:
+                    self.counts.relayed_bytes += piece.size_bytes - (piece.end - end)
                 arriving.took(end)
             if arriving.as_stored:
                 blocks, count = whole_blocks(opened.record, opened.start, opened.end)
