@@ -55,7 +55,7 @@ def half(lab: Lab, row: Row) -> Result:
     """The share of bytes that a job with hints finds in a cache that holds half of them, beside Belady's."""
     (objects,) = row.quick if lab.quick else row.objects
     capacity = row.quick_cache_bytes if lab.quick else row.cache_bytes
-    rounds, epochs = (2, 3) if lab.quick else (row.rounds, row.epochs)
+    rounds, epochs = (1, 3) if lab.quick else (row.rounds, row.epochs)
     lab.upload(objects)
     ours: list[float] = []
     best: list[float] = []

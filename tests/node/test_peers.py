@@ -49,10 +49,10 @@ def home_of(node: NodeProcess, key: str) -> str:
 
 
 def spent(nodes: list[NodeProcess]) -> tuple[float, float]:
-    """Bytes that came from the backend, and from peers."""
-    names = ("forebay_backend_read_bytes_total", "forebay_peer_read_bytes_total")
-    backend, peers = (sum(one.metric(name) for one in nodes) for name in names)
-    return backend, peers
+    """Bytes that came from the backend, and from peers, relayed ones too."""
+    names = ("forebay_backend_read_bytes_total", "forebay_peer_read_bytes_total", "forebay_relayed_bytes_total")
+    backend, peers, relayed = (sum(one.metric(name) for one in nodes) for name in names)
+    return backend, peers + relayed
 
 
 def read(nodes: list[NodeProcess], bodies: dict[str, bytes]) -> None:

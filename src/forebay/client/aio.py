@@ -308,6 +308,9 @@ class Client:
 
     async def _gathered(self, striped: Striped) -> Response:
         """Read a large object with a few tasks."""
+        if lanes := striped.lanes():
+            await self._gather_lanes(striped, lanes)
+            return striped.answer()
         pending: deque[tuple[asyncio.Task[None], Piece]] = deque()
         try:
             for piece in striped.pieces:
@@ -323,6 +326,21 @@ class Client:
                 task.cancel()
             await asyncio.gather(*(task for task, _ in pending), return_exceptions=True)
         return striped.answer()
+
+    async def _gather_lanes(self, striped: Striped, lanes: list[deque[Piece]]) -> None:
+        async def read(lane: deque[Piece]) -> None:
+            while lane:
+                await self.run(striped.read(lane.popleft()))
+
+        count = min(limits.CLIENT_LANE_STRIPES, max(1, limits.CLIENT_LANES_MAX // len(lanes)))
+        tasks = [asyncio.ensure_future(read(lane)) for lane in lanes for _ in range(count)]
+        try:
+            for done in asyncio.as_completed(tasks):
+                await done
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _take(self, request: Request) -> _Connection | None:
         idle = self._idle.get(request.at or self._calling.endpoint, [])

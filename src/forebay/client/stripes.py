@@ -4,11 +4,13 @@ Theory. The head of an answer says what the object is: its size and ETag. Everyt
 If-Match, stripe by stripe, of whoever holds the stripe (`owners.py`). So all bytes are of one version, whichever node
 gives them. What an owner does not give, or the rest of it, the client's own node gives. Only its word fails a read.
 
-Up to CLIENT_STRIPES_MAX stripes are under way, in order: placement deals them so that owners take turns. A body that
-goes to memory is received where it belongs. One that must be in order waits in memory for those before it.
+A body that goes to memory is received where it belongs, in whatever order: each owner has a lane of its own, in which
+CLIENT_LANE_STRIPES are under way, so that no link waits for another. One that must be in order waits in memory for what
+is before it. Then up to CLIENT_STRIPES_MAX stripes are under way, in order: placement deals them so that owners take
+turns.
 
-Rejected: an order of its own for each owner (an owner that is slow would leave ever more of the object waiting for it
-in memory); smaller requests than stripes (a round trip each, and the owner's read-ahead sees no stream).
+Rejected: lanes for what must be in order (an owner that is slow would leave ever more of the object waiting for it in
+memory); smaller requests than stripes (a round trip each, and the owner's read-ahead sees no stream).
 
 Invariants. (1) All bytes are of the version that the head named. (2) What goes to an ordered sink goes in order, each
 byte once. (3) After the end of a read no thread writes to the caller's memory.
@@ -16,6 +18,7 @@ byte once. (3) After the end of a read no thread writes to the caller's memory.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +27,7 @@ from forebay.client.connection import Collected, copy_into
 from forebay.client.sinks import IntoBuffer
 from forebay.core.errors import Busy, Closed, Corrupt, Unavailable
 from forebay.core.limits import STRIPE_BYTES
-from forebay.core.messages.http1 import Request, Response, Sink
+from forebay.core.messages.http1 import Endpoint, Request, Response, Sink
 from forebay.core.ranges import end_of_stripe
 
 if TYPE_CHECKING:
@@ -150,11 +153,23 @@ class Striped:
             yield Piece(start, end, room)
             start = end
 
+    def lanes(self) -> list[deque[Piece]]:
+        """The pieces by who is asked for them, if they may come in any order; else none."""
+        if self._whole is None:
+            return []
+        lanes: defaultdict[Endpoint | None, deque[Piece]] = defaultdict(deque)
+        for piece in self.pieces:
+            lanes[self._owner(piece)].append(piece)
+        return list(lanes.values())
+
+    def _owner(self, piece: Piece) -> Endpoint | None:
+        assert self._request.of is not None
+        return self._owners.owner(*self._request.of, piece.start // STRIPE_BYTES, pinned=True)
+
     def read(self, piece: Piece) -> flows.Flow[None]:
         """Fill the piece's room. `Precondition` if the object is another version by now."""
-        assert self._request.of is not None
         into = _Into(self, piece)
-        owner = self._owners.owner(*self._request.of, piece.start // STRIPE_BYTES, pinned=True)
+        owner = self._owner(piece)
         if owner is not None:
             try:
                 response = yield self._of(piece, into)._replace(at=owner)

@@ -18,7 +18,7 @@ import io
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -220,6 +220,9 @@ class Client:
 
     def _gathered(self, striped: Striped) -> Response:
         """Read a large object with a few threads."""
+        if lanes := striped.lanes():
+            self._gather_lanes(striped, lanes)
+            return striped.answer()
         pending: deque[tuple[Future[None], Piece]] = deque()
         with ThreadPoolExecutor(limits.CLIENT_STRIPES_MAX, "forebay-stripe") as pool:
             try:
@@ -233,6 +236,25 @@ class Client:
                 striped.stop()
                 raise
         return striped.answer()
+
+    def _gather_lanes(self, striped: Striped, lanes: list[deque[Piece]]) -> None:
+        def read(lane: deque[Piece]) -> None:
+            while not striped.stopped:
+                try:
+                    piece = lane.popleft()
+                except IndexError:
+                    return  # the lane's other thread took the last
+                self.run(striped.read(piece))
+
+        workers = min(len(lanes) * limits.CLIENT_LANE_STRIPES, limits.CLIENT_LANES_MAX)
+        with ThreadPoolExecutor(workers, "forebay-stripe") as pool:
+            under_way = [pool.submit(read, lane) for _ in range(limits.CLIENT_LANE_STRIPES) for lane in lanes]
+            try:
+                for done in as_completed(under_way):
+                    done.result()
+            except BaseException:
+                striped.stop()
+                raise
 
     def _exchange(self, connection: Connection, request: Request, more: Fields) -> Response:
         response = connection.exchange(request, more)

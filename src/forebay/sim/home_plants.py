@@ -6,6 +6,7 @@ has those of the ledgers of copies alone, some of which only many worlds find.
 
 from __future__ import annotations
 
+from socket import socket
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from forebay.core.cluster.membership import Membership
 from forebay.core.cluster.records import Map, Presence
 from forebay.core.cluster.replication import Kept, Sent
 from forebay.core.machines import sent_bodies
+from forebay.core.messages.wire import Relay
 from forebay.core.record import Record
 from forebay.core.types import Bucket
 from forebay.node.engine.homes import Homes, Name
@@ -21,6 +23,7 @@ from forebay.node.engine.kept import KeptCopies
 from forebay.node.engine.peers import Peers
 from forebay.node.engine.replicas import Replicas
 from forebay.node.engine.seat import Home
+from forebay.node.front.objects import relay
 from forebay.node.store.writer.puts import Change
 from forebay.sim.doors import Patch
 from forebay.sim.plants import Plants
@@ -175,6 +178,17 @@ def _useless() -> list[Patch]:
     return [(KeptCopies, "_take_over", take_over)]
 
 
+def _relay() -> list[Patch]:
+    """What comes of a relayed body together with the answer's head is lost."""
+    real = relay._ask
+
+    async def ask(connection: socket, of: Relay, start: int) -> tuple[bytes, bool]:
+        _, keeps = await real(connection, of, start)
+        return b"", keeps
+
+    return [(relay, "_ask", ask)]
+
+
 def _compared() -> list[Patch]:
     """After a change of holders nobody compares lists again."""
     real = Sent.to_compare
@@ -198,6 +212,7 @@ PLANTS: Plants = {
     "lease": _lease,
     "listing": _listing,
     "past": _past,
+    "relay": _relay,
     "released": _released,
     "returned": _returned,
     "taken": _taken,
