@@ -6,6 +6,7 @@ that need it on a developer's machine; where `CI=true` it fails them, so that a 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -25,11 +26,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Taken out of the environment: where pytest sees it, bodies of megabytes that differ are compared line by line.
 RUNS_IN_CI = os.environ.pop("CI", "") == "true"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small, cores are busy, and threads that wait for work spin
 # No limits of time anywhere: how long an example takes to make says how busy the machine is.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("ci" if RUNS_IN_CI else "patient")  # "ci": examples that do not change
 
+
 ServerT = TypeVar("ServerT", bound=servers.Server | servers.EtcdCluster)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: nobody looks through these millions of objects again in each collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def _serve(make: Callable[[], ServerT]) -> Iterator[ServerT]:

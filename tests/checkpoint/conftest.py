@@ -7,11 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from bench import servers
+from forebay.cli.main import app
 from tests.node.conftest import NodeProcess
 
 torch.set_num_threads(1)  # tensors here are small, and cores are busy
+
+
+def ckpt(node: NodeProcess, *arguments: str, status: int = 0) -> str:
+    """All that `forebay ckpt` says, in this process: to start one takes longer than most of its verbs."""
+    ended = CliRunner().invoke(app, ["ckpt", *arguments], env={"FOREBAY_URL": node.endpoint}, prog_name="forebay")
+    assert ended.exit_code == status, (ended.stdout, ended.stderr)
+    assert "Traceback" not in ended.output
+    return ended.stdout + ended.stderr
 
 
 @pytest.fixture(scope="module")

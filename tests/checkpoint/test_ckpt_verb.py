@@ -14,6 +14,7 @@ import pytest
 from forebay.checkpoint.pictures import DAMAGED, SIZE
 from forebay.client.sync import Client
 from forebay.core.checkpoint import blob_name
+from tests.checkpoint.conftest import ckpt
 from tests.node.conftest import NodeProcess
 
 pytestmark = pytest.mark.real
@@ -25,12 +26,6 @@ def run(node: NodeProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
 
 
-def ckpt(node: NodeProcess, *arguments: str, status: int = 0) -> str:
-    ended = run(node, "-m", "forebay.cli.main", "ckpt", *arguments)
-    assert ended.returncode == status, (ended.stdout, ended.stderr)
-    return ended.stdout + ended.stderr
-
-
 def test_the_manuals_script_saves_and_goes_on_and_the_verbs_tend_what_it_saved(node: NodeProcess, tmp_path: Path):
     script = tmp_path / "train.py"
     found = re.search(r"```python\n(.*?)```", MANUAL.read_text(), re.DOTALL)
@@ -39,7 +34,9 @@ def test_the_manuals_script_saves_and_goes_on_and_the_verbs_tend_what_it_saved(n
     for _ in range(2):
         ended = run(node, str(script))
         assert ended.returncode == 0, ended.stderr
-    listed = [json.loads(line) for line in ckpt(node, "ls", "runs/manual", "--json").splitlines()]
+    as_a_process = run(node, "-m", "forebay.cli.main", "ckpt", "ls", "runs/manual", "--json")
+    assert as_a_process.returncode == 0, as_a_process.stderr
+    listed = [json.loads(line) for line in as_a_process.stdout.splitlines()]
     assert listed[0]["step"] == 20
     assert [each["problem"] for each in listed] == [""] * len(listed)
     assert 1 <= len(listed) <= 3

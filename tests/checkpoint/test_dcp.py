@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from forebay.core.errors import Invalid
 from forebay.torch import Checkpointer, RandomState, StorageReader, StorageWriter
 from forebay.torch.checkpoint import dcp_reader, dcp_writer
 from forebay.torch.checkpoint.dcp import named, pickle_of, plain_of
+from tests.checkpoint.conftest import ckpt
 from tests.node.conftest import NodeProcess
 from tests.patience import until
 
@@ -322,16 +321,10 @@ def test_the_verbs_tend_what_dcp_saved(node: NodeProcess):
     for step in (1, 2, 3):
         save(node, f"runs/verbs/step-{step}", {"w": torch.full((500_000,), float(step)), "n": step})
 
-    def ckpt(*arguments: str) -> str:
-        words = [sys.executable, "-m", "forebay.cli.main", "ckpt", *arguments, "--url", node.endpoint]
-        ended = subprocess.run(words, capture_output=True, text=True)
-        assert ended.returncode == 0, (ended.stdout, ended.stderr)
-        return ended.stdout
-
-    listed = [json.loads(line) for line in ckpt("ls", "runs/verbs", "--json").splitlines()]
+    listed = [json.loads(line) for line in ckpt(node, "ls", "runs/verbs", "--json").splitlines()]
     assert [(each["step"], each["problem"]) for each in listed] == [(3, ""), (2, ""), (1, "")]
-    assert "all as they were saved" in ckpt("verify", "runs/verbs", "--step", "2")
-    ckpt("cp", "runs/verbs", "runs/verbs-copy")
+    assert "all as they were saved" in ckpt(node, "verify", "runs/verbs", "--step", "2")
+    ckpt(node, "cp", "runs/verbs", "runs/verbs-copy")
     state = {"w": torch.zeros(500_000), "n": 0}
     load(node, "runs/verbs-copy/step-3", state)
     assert (state["n"], state["w"][-1].item()) == (3, 3.0)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from forebay.client.sync import Client
 from forebay.core import checkpoint as form
 from forebay.core.errors import Corrupt, Invalid, NotFound
 from forebay.torch import Checkpointer, StorageWriter
+from tests.checkpoint.conftest import ckpt
 from tests.checkpoint.test_ranks import ranks
 from tests.node.conftest import NodeProcess
 
@@ -104,10 +103,8 @@ def test_what_ranks_saved_in_parts_is_joined_by_the_verb(node: NodeProcess, clie
     ranks(tmp_path, 2, work)
     path = tmp_path / "out.safetensors"
     for step in (3, 4):
-        words = ["ckpt", "export", "runs/parts", str(path), "--step", str(step), "--json", "--url", node.endpoint]
-        ended = subprocess.run([sys.executable, "-m", "forebay.cli.main", *words], capture_output=True, text=True)
-        assert ended.returncode == 0, ended.stderr
-        assert json.loads(ended.stdout)["tensors"] == 6
+        said = ckpt(node, "export", "runs/parts", str(path), "--step", str(step), "--json")
+        assert json.loads(said)["tensors"] == 6
         loaded = load_file(path)
         assert torch.equal(loaded.pop("model.large"), large)
         assert loaded.pop("mine.rank").item() in ({0.0} if step == 4 else {0.0, 1.0}), "rank 0's, or any that DCP took"

@@ -25,6 +25,7 @@ from forebay.offload.planning.trace import KINDS
 from forebay.offload.tiers.disk_tier import Measured
 from forebay.offload.tracing.profile import Profiler
 from forebay.offload.tracing.roofline import Roofline
+from tests.torch.offload.conftest import FEW_REPLAYS
 from tests.torch.offload.test_engine import CLASSES, ROWS, SMALL, WATCHED, WIDTH, batch, made
 from tests.torch.offload.test_engine_beside import need_of
 
@@ -140,7 +141,7 @@ def times_of_a_table() -> Iterator[None]:
         patches.enter_context(mock.patch.object(engine, "Profiler", partial(Profiler, seconds_of=CORE.seconds)))
         patches.enter_context(mock.patch.object(engine, "scaled", lambda trace, _: trace))
         patches.enter_context(mock.patch.object(review, "DRIFT_SHARE", math.inf))
-        patches.enter_context(mock.patch.object(improve, "EVALUATIONS", 40))
+        patches.enter_context(mock.patch.object(improve, "EVALUATIONS", FEW_REPLAYS))
         patches.enter_context(mock.patch.object(DiskTier, "check_speed", return_value=DISK))
         yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,8 +32,10 @@ Compile = Callable[[Any, str], Any]  # a module that is compiled, of one that is
 
 @pytest.fixture(autouse=True)
 def nothing_compiled(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test finds what another one compiled, but for what inductor keeps on disk."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
+    """No test finds what another one compiled, but for what inductor keeps on disk, for all processes of this run."""
+    place = tmp_path_factory.getbasetemp()
+    place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(place / "inductor"))
     with torch._inductor.config.patch(wrap_inductor_compiled_regions=False):
         yield
     torch._dynamo.reset()

@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from forebay.offload import DiskTier, Offload
+from forebay.offload.planning import improve
 from forebay.ports.machine import boot_id
+from tests.torch.offload.conftest import FEW_REPLAYS
 from tests.torch.offload.programs import left
 from tests.torch.offload.test_engine import SMALL, WATCHED, made, take
 
@@ -33,6 +35,7 @@ def train(folder: Path) -> None:
     Says when steps begin and end, and when a checkpoint is begun.
     """
     torch.set_num_threads(1)
+    improve.EVALUATIONS = FEW_REPLAYS  # in this process no fixture says so
     model, optimizer = made(BLOCKS)
     saved, begin = folder / "checkpoint", 0
     if saved.exists():
