@@ -205,6 +205,7 @@ class Striped:
         size_bytes = self.facts.body_bytes
         if self._whole is not None:
             self._sink.wrote(size_bytes)
+            self._whole = None  # while a view of it is held, the value is a copy: 0.8 s for 1 GiB
         body = self._collected.value() if self._collected is not None else b""
         return self._response._replace(body=body, size_bytes=size_bytes)
 
