@@ -146,6 +146,7 @@ Conflict = Literal["keep-both", "ours", "theirs"]
 LOCAL_URL = "local://"  # the URL of a bucket without a backend
 LOOP_HEADER = "cdn-loop"  # RFC 8586: a node puts its id into what it asks backends, and knows it when it comes back
 PEER_HEADER = "x-forebay-peer"  # of a request between nodes: whom it takes for the home, and by which map
+RELAY_HEADER = "x-forebay-relay"  # of such a request for bytes that go to a client, and stay nowhere on the way
 CLAIM_QUERY = "forebay-claim"  # of a GET between nodes: the key's home asks who may have had it before
 UPLOADS_QUERY = "forebay-uploads"  # of a GET of a bucket between nodes: the uploads that the node has
 OWED_QUERY = "forebay-owed"  # of a GET of a bucket between nodes: what the node has that no backend has

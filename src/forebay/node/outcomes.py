@@ -14,6 +14,7 @@ Call = Callable[
     [str, Any], Coroutine[Any, Any, Any]
 ]  # (verb, arguments) -> answer, as core/messages/calls.py types them
 from_node: ContextVar[bool] = ContextVar("from_node", default=False)  # another node of the cluster asks
+for_client: ContextVar[bool] = ContextVar("for_client", default=False)  # and relays the answer
 
 
 def resolve(future: asyncio.Future[AnswerT], outcome: AnswerT | ForebayError) -> None:

@@ -332,13 +332,15 @@ class Wire:
             exchange.close()
         return Answer(answer.status, {name.lower(): value for name, value in answer.getheaders()}, body)
 
-    def request_of(self, key: str, range: RangeSpec, version: str) -> tuple[str, int, bytes] | None:
+    def request_of(
+        self, key: str, range: RangeSpec, version: str, more: Mapping[str, str]
+    ) -> tuple[str, int, bytes] | None:
         """Host, port and the whole signed head of a GET of that range and version, for somebody else to send; None if
         a proxy stands in between, or TLS."""
         host, port = self._parts.hostname, self._parts.port
         if self._proxy or self._tls is not None or not host or not port:
             return None
-        fields = {"range": _range_header(range), "if-match": version}
+        fields = {"range": _range_header(range), "if-match": version, **more}
         target, headers = self._request("GET", _encoded(key), (), fields)
         lines = [f"GET {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
         return host, port, "\r\n".join(lines).encode()

@@ -57,7 +57,7 @@ class OpenRead(_Message):
     """`version`: only this version will do (a later part of one response). `head_only`: metadata, no body.
     `revalidate`: ask the backend now, whatever the freshness. `from_node`: another node of the cluster asks.
     `may_relay`: the front can take the bytes from another node itself (`Relay`). `silent`: a node that was to be asked
-    in that way, and did not answer."""
+    in that way, and did not answer. `for_client`: a node that relays the bytes asks."""
 
     read: int
     bucket: str
@@ -69,6 +69,7 @@ class OpenRead(_Message):
     from_node: bool = False
     may_relay: bool = False
     silent: str = ""
+    for_client: bool = False
 
 
 class Consumed(_Message):

@@ -32,7 +32,7 @@ from forebay.core.messages.calls import PutCall, PutOpened, Written, decode_call
 from forebay.core.metrics import Snapshot, decode_snapshot
 from forebay.core.record import Record
 from forebay.node.engine.read.one_read import Ask, Out, Read
-from forebay.node.outcomes import from_node
+from forebay.node.outcomes import for_client, from_node
 
 log = logging.getLogger("forebay.fronts")
 
@@ -180,8 +180,9 @@ class Connection(asyncio.Protocol):
             )
             if message.read in self._reads:
                 raise Bug(f"read {message.read} is open already")
-            before = from_node.set(message.from_node)
+            before, relayed = from_node.set(message.from_node), for_client.set(message.for_client)
             self._reads[message.read] = self._fronts.reads.open(ask, _Answers(self, message.read))
+            for_client.reset(relayed)
             from_node.reset(before)
         elif isinstance(message, wire.CloseRead):
             if read := self._reads.pop(message.read, None):

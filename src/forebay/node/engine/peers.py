@@ -56,7 +56,16 @@ from forebay.core.errors import ForebayError, Invalid, NotFound, Unavailable
 from forebay.core.limits import STRIPE_BYTES
 from forebay.core.messages.calls import Uploads, UploadsCall
 from forebay.core.messages.copied import ClearCopy, CompareCopies, Copied, CopiesSaid, on_one_line
-from forebay.core.types import CLAIM_QUERY, COPY_HEADER, COPY_QUERY, OWED_QUERY, UPLOADS_QUERY, Bucket, RangeSpec
+from forebay.core.types import (
+    CLAIM_QUERY,
+    COPY_HEADER,
+    COPY_QUERY,
+    OWED_QUERY,
+    RELAY_HEADER,
+    UPLOADS_QUERY,
+    Bucket,
+    RangeSpec,
+)
 from forebay.core.versions import whose_versions
 from forebay.node.engine.buckets import Served
 from forebay.node.engine.read.owed_keys import Found
@@ -150,7 +159,7 @@ class Peers:
     ) -> tuple[str, int, bytes] | None:
         """Where a node listens, and the head of a GET of that range of one version there; None if only a proxy, or an
         address without a port, leads there."""
-        return self._wire(home, bucket).request_of(key, range, f'"{etag}"')
+        return self._wire(home, bucket).request_of(key, range, f'"{etag}"', {RELAY_HEADER: "1"})
 
     def _rests(self, node: str) -> bool:
         return self._rests_until_s.get(node, 0.0) > self._clock.monotonic_s()

@@ -44,7 +44,7 @@ from forebay.core.machines.pulse import Pulse, interval_s
 from forebay.core.messages import calls, wire
 from forebay.core.metrics import Snapshot, encode_snapshot
 from forebay.core.types import RangeSpec
-from forebay.node.outcomes import from_node, resolve
+from forebay.node.outcomes import for_client, from_node, resolve
 from forebay.ports import machine
 from forebay.ports.clock import Clock, boottime
 from forebay.ports.clock import system as system_clock
@@ -357,7 +357,7 @@ class Link:
         read.begin(self._number, self._wire)
         self._reads[read.number] = read
         asked = (read.bucket, read.key, range, version, head_only, revalidate, from_node.get(), may_relay, silent)
-        self.post(wire.OpenRead(read.number, *asked))
+        self.post(wire.OpenRead(read.number, *asked, for_client=for_client.get()))
 
     async def call(self, verb: str, arguments: Any = None) -> Any:
         """Ask the engine and return its answer, typed as core/messages/calls.py says. Raises the engine's error.

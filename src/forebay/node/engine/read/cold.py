@@ -29,7 +29,7 @@ from forebay.core import limits
 from forebay.core.errors import Bug, Closed, Corrupt, ForebayError, Invalid, NotFound, Unavailable
 from forebay.core.machines.opening import ANY, DOWN_FOR_S, Absent, Held, Terms, Verdict, judge, terms_of
 from forebay.core.machines.shares import Need
-from forebay.core.ranges import ReadAhead, Run
+from forebay.core.ranges import ReadAhead, Run, end_of_stripe
 from forebay.core.record import Record, State, cached_bytes, info_of, is_pinned, is_version, make_record, present_blocks
 from forebay.core.types import ListPage, ObjectInfo, RangeSpec
 from forebay.core.versions import versions_of
@@ -42,7 +42,7 @@ from forebay.node.engine.read.openings import Openings, changed_meanwhile, held_
 from forebay.node.engine.read.permits import Permits
 from forebay.node.engine.read.relays import Offer, Relays
 from forebay.node.engine.read.sink import DiskSink, DiskTrouble, MemorySink, pass_memory
-from forebay.node.outcomes import from_node
+from forebay.node.outcomes import for_client, from_node
 from forebay.node.store.writer.landing import Landing
 from forebay.node.store.writer.writer import Store
 from forebay.ports.clock import Clock
@@ -384,8 +384,8 @@ class ColdReads:
         """
         if ask.range is None or ask.range.first is None or ask.range.last is None:
             return 0
-        if from_node.get():
-            return 0  # the node that asks reads ahead itself, and of what comes next another may be the home
+        if from_node.get() and not for_client.get():
+            return 0  # the node that asks reads ahead itself
         if self.foretold(ask.bucket, ask.key):
             return 0  # `node/engine/jobs/hints.py` fetches what comes next, and a guess would only take its place
         streams = self._ahead.setdefault((ask.bucket, ask.key), [])
@@ -397,10 +397,15 @@ class ColdReads:
             if stream.next_start <= first <= stream.fetched_to:
                 if first > stream.next_start:
                     stream.asked(stream.next_start, first)
-                return stream.asked(first, stop)
+                return self._own(stream.asked(first, stop), end)
         streams.append(ReadAhead())
         del streams[:-STREAMS_MAX]
-        return streams[-1].asked(first, stop)
+        return self._own(streams[-1].asked(first, stop), end)
+
+    @staticmethod
+    def _own(ahead: int, end: int) -> int:
+        """As far ahead as it is this node's part: of a later stripe another may be the home, and is asked for it."""
+        return min(ahead, end_of_stripe(end - 1)) if for_client.get() else ahead
 
     # --- metadata alone ----------------------------------------------------------------------------------------------
     async def metadata(self, ask: Ask, served: Served) -> Record:

@@ -50,13 +50,13 @@ from forebay.core.s3rules.compat.postpolicy import legacy_signer
 from forebay.core.s3rules.names import Addressing
 from forebay.core.s3rules.sessions import Session, Sessions
 from forebay.core.s3rules.sigv4 import Verified, Verifier
-from forebay.core.types import LOOP_HEADER, PEER_HEADER, Bucket
+from forebay.core.types import LOOP_HEADER, PEER_HEADER, RELAY_HEADER, Bucket
 from forebay.node.front.http.accounts import Accounts
 from forebay.node.front.http.requests import Request
 from forebay.node.front.http.tokens import Ask, Holder, WebTokens, expired
 from forebay.ports import clock
 
-LOOP_NAME, PEER_NAME = LOOP_HEADER.encode(), PEER_HEADER.encode()
+LOOP_NAME, PEER_NAME, RELAY_NAME = LOOP_HEADER.encode(), PEER_HEADER.encode(), RELAY_HEADER.encode()
 _PORT = re.compile(r":\d*\Z")
 _FOREIGN = (b"cross-site", b"same-site")  # what Sec-Fetch-Site says of a page at another address
 _UNKNOWN: Final[tuple[Identity, Reach]] = (ANONYMOUS, ())

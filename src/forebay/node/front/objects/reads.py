@@ -364,7 +364,8 @@ class Reads:
         """False: the version that was opened is gone, and nothing is said yet."""
         counts, begun = self.counts, False
         head_only = exchange.request.method == b"HEAD"
-        may_relay = self.sources is not None and exchange.can_splice and not head_only
+        sources = self.sources
+        may_relay = sources is not None and sources.has_room and exchange.can_splice and not head_only
         read = await self._link.open_read(bucket, key, range, head_only=head_only, may_relay=may_relay)
         try:
             opened = await read.opened()

@@ -29,7 +29,8 @@ from forebay.node.front.http.requests import Source
 from forebay.node.front.http.sender import SOURCE_PATIENCE_S, Pipe
 
 CONNECT_TIMEOUT_S = 2.0  # another node of the cluster: a SYN that is lost once is sent again within it
-IDLE_MAX = 16  # connections kept to each node
+UNDER_WAY_MAX = 64  # pipes hold 1 MiB each of what slow clients have not taken; Linux lets a user have as many of them
+IDLE_MAX = 32  # connections kept
 _HEAD_BYTES = 4096  # one read: a whole head as a rule, and little of the body, which Python would have to copy
 Dial = Callable[[str, int], Awaitable[socket.socket]]
 
@@ -71,11 +72,13 @@ class Relayed:
         if self._open and self._keeps:
             self._open = False
             self._sources.give_back(self._place, self.source)
+        self.close()
 
     def close(self) -> None:
         """May be called twice."""
         if self._open:
             self._open = False
+            self._sources.under_way -= 1
             self.source.socket.close()
             self.source.pipe.close()
 
@@ -84,9 +87,15 @@ class Sources:
     """See the module's header. One for each front."""
 
     def __init__(self, dial: Dial = dial) -> None:
+        self.under_way = 0
         self._dial = dial
         self._idle: defaultdict[tuple[str, int], list[tuple[socket.socket, Pipe]]] = defaultdict(list)
         self._is_closed = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another body may be relayed."""
+        return self.under_way < UNDER_WAY_MAX
 
     async def open(self, relay: Relay, start: int) -> Relayed:
         """The body of `relay`, which begins at `start` of the object. `Silent`, `Refused`."""
@@ -96,6 +105,7 @@ class Sources:
             try:
                 async with asyncio.timeout(SOURCE_PATIENCE_S):
                     first, keeps = await _ask(connection, relay, start)
+                self.under_way += 1
                 return Relayed(self, place, Source(connection, pipe, first), keeps)
             except (TimeoutError, OSError, EOFError) as error:
                 connection.close()
@@ -129,8 +139,9 @@ class Sources:
 
     def give_back(self, place: tuple[str, int], source: Source) -> None:
         """Keep the connection, whose last body was taken whole."""
+        self.under_way -= 1
         idle = self._idle[place]
-        if self._is_closed or len(idle) >= IDLE_MAX:
+        if self._is_closed or sum(map(len, self._idle.values())) >= IDLE_MAX:
             source.socket.close()
             source.pipe.close()
         else:

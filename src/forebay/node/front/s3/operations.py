@@ -36,7 +36,7 @@ from forebay.core.messages.calls import BucketNamed, ListCall, Nothing, ObjectNa
 from forebay.core.s3rules.names import Addressing
 from forebay.core.types import CLAIM_QUERY, OWED_QUERY, UPLOADS_QUERY, Bucket, RangeSpec, check_key
 from forebay.core.versions import versioned
-from forebay.node.front.http.auth import PEER_NAME, Auth
+from forebay.node.front.http.auth import PEER_NAME, RELAY_NAME, Auth
 from forebay.node.front.http.bodies import Incoming
 from forebay.node.front.http.requests import (
     BodySink,
@@ -65,7 +65,7 @@ from forebay.node.front.s3.unserved import (
 from forebay.node.front.s3.uploads import UploadsApi, parse_uploads
 from forebay.node.front.s3.write import Objects
 from forebay.node.front.s3.xml import CONTENT_TYPE, document
-from forebay.node.outcomes import Call, from_node
+from forebay.node.outcomes import Call, for_client, from_node
 
 REGION: Final = "us-east-1"  # what an S3-compatible endpoint without regions says; any region is accepted in signatures
 
@@ -127,9 +127,11 @@ class S3:
             self._handle(request, exchange)
             return
         before = from_node.set(True)  # also for the tasks that begin meanwhile
+        relayed = for_client.set(RELAY_NAME in request.headers)
         try:
             self._handle(request, exchange)
         finally:
+            for_client.reset(relayed)
             from_node.reset(before)
 
     def _handle(self, request: Request, exchange: Exchange) -> None:
