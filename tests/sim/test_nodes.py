@@ -7,7 +7,8 @@ import pytest
 from forebay.sim.home_plants import PLANTS
 from tests.sim.test_stories import told
 
-NEAR = {"lease": 142, "unsent": 42}  # of those that few stories find: where one is not far; the others from 1
+# Of those that few stories find: where one is not far. The others are looked for from 2 on, where more goes wrong.
+NEAR = {"clear": 3, "covered": 5, "lease": 142, "unsent": 42}
 
 
 def test_a_seed_is_the_same_story_whatever_the_hash_seed() -> None:
@@ -33,7 +34,7 @@ def test_what_a_story_found_stays_found(seed: int) -> None:
 @pytest.mark.timeout(3600)  # how long it takes is not what is tested
 @pytest.mark.parametrize("bug", sorted(PLANTS))
 def test_a_planted_bug_is_found(bug: str) -> None:
-    run = told("--nodes", "--seed", str(NEAR.get(bug, 1)), "--seeds", "60", "--plant", bug)
+    run = told("--nodes", "--seed", str(NEAR.get(bug, 2)), "--seeds", "60", "--plant", bug)
     assert run.returncode == 1, run.stdout[-3000:] + run.stderr
     assert re.search(r"^FOUND ", run.stdout, re.MULTILINE), run.stderr
     assert "--nodes --seed" in run.stdout
