@@ -240,3 +240,41 @@ def test_nodes_with_identities_relay_too(node: Make, etcd: servers.EtcdCluster, 
 
 WHO = {"Authorization": "Bearer token-of-ops"}
 JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize("write", ["back", "local"])
+def test_ranges_of_what_no_backend_has_are_relayed(
+    node: Make, etcd: servers.EtcdCluster, tmp_path: Path, write: str
+) -> None:
+    """As a restore on another node reads a checkpoint. What is not asked for by a range is kept, as ever."""
+    (tmp_path / "bucket").mkdir()
+    at = url(etcd.addresses, uuid.uuid4().hex)
+    nodes = [node(*flags(tmp_path, at)) for _ in range(2)]
+    ids = until_all_are("active", *nodes)
+    place = "local://" if write == "local" else f"file://{tmp_path / 'bucket'}"
+    nodes[0].json("PUT", "buckets/saves", {"name": "saves", "url": place, "write": write})
+    until(lambda: nodes[1].ask("GET", "/-/v1/buckets/saves")[0] == 200)
+    known = nodes[0].json("GET", "map")["nodes"]
+    members = Members({each["node_id"]: each["weight"] for each in known})
+    keys = [key for key in (f"blob-{number}" for number in range(50)) if members.first("saves", key) == ids[1]]
+    for key in keys[:TURNS_MAX]:
+        until(lambda key=key: nodes[1].ask("PUT", f"/saves/{key}", {}, BODIES["long"])[0] == 200)  # type: ignore[misc]
+        before, body = nodes[0].metric(RELAYED), b""
+        for start in range(0, LONG, 8 * MIB):
+            end = min(start + 8 * MIB, LONG)
+            status, piece = nodes[0].ask("GET", f"/saves/{key}", {"Range": f"bytes={start}-{end - 1}"})
+            assert status == 206
+            body += piece
+        assert body == BODIES["long"]
+        assert nodes[1].ask("PUT", f"/saves/{key}", {}, BODIES["one"])[0] == 200
+        assert nodes[0].ask("GET", f"/saves/{key}", {"Range": f"bytes=0-{2 * MIB}"}) == (
+            206,
+            BODIES["one"][: 2 * MIB + 1],
+        )
+        if nodes[0].metric(RELAYED) - before >= LONG - MIB:
+            break
+    else:
+        pytest.fail("nothing was relayed")
+    now = nodes[0].metric(RELAYED)
+    assert nodes[0].get("saves", keys[0]) in (BODIES["one"], BODIES["long"])
+    assert nodes[0].metric(RELAYED) == now

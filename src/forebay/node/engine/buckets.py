@@ -61,13 +61,13 @@ def decode_bucket(entry: Entry) -> Bucket:
 
 class Served:
     """A bucket and its backend, until its settings change. `error` is the last failure ("" after a success). `of`: the
-    bucket itself, where another node of the cluster stands in its backend's place; `node` is that one, for people."""
+    bucket itself, where another node of the cluster, `home`, stands in its backend's place."""
 
     def __init__(
-        self, bucket: Bucket, backend: Backend, implicit: bool = False, of: Served | None = None, node: str = ""
+        self, bucket: Bucket, backend: Backend, implicit: bool = False, of: Served | None = None, home: str = ""
     ) -> None:
         self.bucket = bucket
-        self.of, self.node = of, node
+        self.of, self.home = of, home
         self.backend: Backend = _Watched(backend, self)
         self.implicit = implicit
         self.error = ""
@@ -93,8 +93,8 @@ class _Watched:
             self._answered()
             raise
         except ForebayError as error:
-            if self._served.node:
-                errors.said_of_node(error, self._served.node)
+            if self._served.home:
+                errors.said_of_node(error, f"node {self._served.home}")
             self._served.error = f"{error.kind}: {error}"
             raise
         self._answered()

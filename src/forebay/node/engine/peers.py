@@ -150,9 +150,17 @@ class Peers:
     def to_relay_from(self, bucket: str, key: str, stripe: int) -> Home | None:
         """The home of a key's stripe, if that is another node which answers, without TLS."""
         home = self._seat.home(bucket, key, stripe)
-        if home is None or home.node == self._node_id or whose_versions(bucket) or self._rests(home.node):
+        if home is None or home.node == self._node_id or whose_versions(bucket):
             return None
-        return home if home.address.startswith("http://") else None
+        return self._relays(home)
+
+    def to_relay_from_node(self, node: str) -> Home | None:
+        """The node that stands in a backend's place, if it answers, without TLS."""
+        home = self._seat.place_of(node)
+        return None if home is None else self._relays(home)
+
+    def _relays(self, home: Home) -> Home | None:
+        return home if home.address.startswith("http://") and not self._rests(home.node) else None
 
     def request_of(
         self, bucket: str, key: str, home: Home, range: RangeSpec, etag: str
@@ -187,7 +195,7 @@ class Peers:
                 peer=f"{home.node} {home.epoch}",
                 while_alive=functools.partial(self._while_alive, home.node),
             )
-            known = Served(place, backend, of=served, node=f"node {home.node}")
+            known = Served(place, backend, of=served, home=home.node)
             self._in_place[bucket.name, home] = served, known
         return known
 

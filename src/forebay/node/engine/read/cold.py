@@ -206,7 +206,7 @@ class ColdReads:
                 self._give_inline(read, answer.inline, hit=False)
                 return
             elif answer.offer is not None:
-                if self._give_offer(read, answer.offer, answer.asked_s):
+                if self._give_offer(read, served, answer.offer, answer.asked_s):
                     return
             elif answer.passing is not None:
                 info = answer.passing.info
@@ -345,15 +345,21 @@ class ColdReads:
             read.out.opened(record, start, end, hit, record.inline[start:end])
             read.out.finished()
 
-    def _give_offer(self, read: Read, offer: Offer, asked_s: float) -> bool:
-        """Tell the reader where to take the bytes; False if that was not for it."""
-        start, end = _resolve(read.ask.range, offer.info.size_bytes)
-        if not read.ask.may_relay or (start, end) != (offer.start, offer.end):
-            return False
-        if not read.closed:
-            read.record = make_record(offer.info, asked_s)
-            read.out.opened(read.record, start, end, False, None, offer.relay)
-        return True
+    def _give_offer(self, read: Read, served: Served, offer: Offer, asked_s: float) -> bool:
+        """Tell the reader where to take the bytes; False if it must ask anew.
+
+        Of many who ask at once for the same range one is relayed, and the others share a copy. Of those who ask for
+        others each is relayed, without a question to the backend for each.
+        """
+        mine: Offer | None = offer
+        if offer.ask is not read.ask:
+            assert self.relays is not None, "somebody made an offer"
+            place = self.relays.place(read.ask, served)
+            mine = self.relays.offer(read.ask, served, place, offer.info) if place is not None else None
+        if mine is not None and not read.closed:
+            read.record = make_record(mine.info, asked_s)
+            read.out.opened(read.record, mine.start, mine.end, False, None, mine.relay)
+        return mine is not None
 
     def _give(self, read: Read, flight: Flight) -> None:
         if read.closed:

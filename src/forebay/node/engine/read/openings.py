@@ -98,7 +98,7 @@ class Answer(NamedTuple):
     passing: Passing | None = None
     stale: bool = False
     beyond: ObjectInfo | None = None  # the object, when the range asked for lies outside it
-    offer: Offer | None = None  # take it from there; who else waited for this answer asks anew
+    offer: Offer | None = None  # take it from there; who else waited for this answer may have an offer of its own
 
 
 class Opening:
@@ -324,7 +324,7 @@ class Openings:
         if place is None:
             return None, None
         info = relays.known(ask) or await self.head(opening.served, ask.key, opening)
-        return info, relays.offer(ask, place, info)
+        return info, relays.offer(ask, opening.served, place, info)
 
     async def _fetch(self, served: Served, ask: Ask, version: str) -> Fetch:
         """The first bytes: of `version`, if they are that still, for a read that names none."""

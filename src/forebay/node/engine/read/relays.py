@@ -6,6 +6,9 @@ it is worth nothing. So the first read of many bytes is relayed: the engine asks
 a copy, and hands the front a signed request for that version. The front asks the home and moves the answer to its
 client in the kernel (`node/front/http/sender.py`). Whoever reads the same again gets a copy.
 
+Where a node stands in a backend's place (buckets written back, or local), only a range with both its ends is relayed:
+to learn the size of anything else first would cost each small read a round trip.
+
 Not relayed is what somebody said will be read here (pins, a job's hints), what is short, what nodes ask each other,
 and what would come over TLS, which the kernel cannot move. Whatever goes wrong on the way, the front asks again for
 the rest, and gets it as a copy.
@@ -41,8 +44,9 @@ INFOS_MAX = 512  # objects that are being relayed, stripe by stripe
 
 
 class Offer(NamedTuple):
-    """A read of [start, end) of the object is to be relayed."""
+    """A read of [start, end) of the object is to be relayed: the one that asked so, and no other."""
 
+    ask: Ask
     info: ObjectInfo
     start: int
     end: int
@@ -61,15 +65,20 @@ class Relays:
     def place(self, ask: Ask, served: Served) -> Home | None:
         """Whose bytes the read is to get; None if it is not relayed. Remembers that it was asked."""
         first = 0 if ask.range is None else ask.range.first
-        if not ask.may_relay or first is None or from_node.get() or served.of is not None:
+        if not ask.may_relay or first is None or from_node.get():
             return None
         last = None if ask.range is None else ask.range.last
         if last is not None and last + 1 - first < RELAY_BYTES_MIN:
             return None
         bucket = served.bucket
-        if bucket.write != "through" or bucket.url.startswith(self.alone) or is_pinned(bucket, ask.key):
+        if is_pinned(bucket, ask.key):
             return None
-        place = self._peers.to_relay_from(bucket.name, ask.key, first // STRIPE_BYTES)
+        if served.of is not None:
+            place = self._peers.to_relay_from_node(served.home) if last is not None else None
+        elif bucket.write == "through" and not bucket.url.startswith(self.alone):
+            place = self._peers.to_relay_from(bucket.name, ask.key, first // STRIPE_BYTES)
+        else:
+            return None
         return None if place is None or self._was_asked(hash((bucket.name, ask.key, first))) else place
 
     def known(self, ask: Ask) -> ObjectInfo | None:
@@ -77,13 +86,15 @@ class Relays:
         info = self._infos.get((ask.bucket, ask.key)) if ask.version else None
         return info if info is not None and info.version == ask.version else None
 
-    def offer(self, ask: Ask, place: Home, info: ObjectInfo) -> Offer | None:
+    def offer(self, ask: Ask, served: Served, place: Home, info: ObjectInfo) -> Offer | None:
         """How to relay the read of that object; None if it is not worth it, or not possible."""
         try:
             start, end = (0, info.size_bytes) if ask.range is None else ask.range.resolve(info.size_bytes)
         except Invalid:
             return None  # whoever answers it otherwise says so
-        upto = min(end, end_of_stripe(start))
+        upto = (
+            end if served.of is not None else min(end, end_of_stripe(start))
+        )  # what has a home in place has no stripes
         if upto - start < RELAY_BYTES_MIN or not info.etag or ask.version not in ("", info.version):
             return None
         request = self._peers.request_of(ask.bucket, ask.key, place, RangeSpec(start, upto - 1), info.etag)
@@ -94,7 +105,7 @@ class Relays:
         if len(self._infos) > INFOS_MAX:
             self._infos.popitem(last=False)
         host, port, head = request
-        return Offer(info, start, end, Relay(place.node, host, port, head, info.etag, upto))
+        return Offer(ask, info, start, end, Relay(place.node, host, port, head, info.etag, upto))
 
     def silent(self, node: str) -> None:
         """A front asked the node, and it did not answer."""

@@ -99,13 +99,22 @@ class Sources:
 
     async def open(self, relay: Relay, start: int) -> Relayed:
         """The body of `relay`, which begins at `start` of the object. `Silent`, `Refused`."""
+        if not self.has_room:
+            raise Refused("others came first")  # since the engine was asked
+        self.under_way += 1
+        try:
+            return await self._open(relay, start)
+        except BaseException:
+            self.under_way -= 1
+            raise
+
+    async def _open(self, relay: Relay, start: int) -> Relayed:
         place = (relay.host, relay.port)
         while True:
             connection, pipe, is_new = await self._connect(place)
             try:
                 async with asyncio.timeout(SOURCE_PATIENCE_S):
                     first, keeps = await _ask(connection, relay, start)
-                self.under_way += 1
                 return Relayed(self, place, Source(connection, pipe, first), keeps)
             except (TimeoutError, OSError, EOFError) as error:
                 connection.close()
