@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Taken out of the environment: where pytest sees it, bodies of megabytes that differ are compared line by line.
 RUNS_IN_CI = os.environ.pop("CI", "") == "true"
+# Images set it; then each process that a test starts compiles the product anew, and each worker all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small, cores are busy, and threads that wait for work spin
 # No limits of time anywhere: how long an example takes to make says how busy the machine is.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
