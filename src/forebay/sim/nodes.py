@@ -291,9 +291,9 @@ class Nodes(World):
                 self.problems.append(f"{node.name} does not start: {error}")
             return
         watch_evictions(life.engine, self.problems.append)
-        if self.relays and life.engine.cold.relays is not None:
+        life.front.relay_through(self.network.dial if self.relays else None)
+        if life.engine.cold.relays is not None:
             life.engine.cold.relays.alone = ()
-            life.front.relay_through(self.network.dial)
         paths = {volume.id: volume.path for volume in life.engine.store.usable()}
         node.threads.name_of = lambda disk: paths.get(disk, disk)
         known = {bucket.name for bucket in life.engine.buckets.all()}

@@ -195,9 +195,9 @@ class Front:
         if self._tls is not None:
             self._tls.follow(anew=True)
 
-    def relay_through(self, dial: Dial) -> None:
-        """Reach other nodes in this way."""
-        self._reads.sources = Sources(dial)
+    def relay_through(self, dial: Dial | None) -> None:
+        """Reach other nodes in this way, or relay nothing."""
+        self._reads.sources = None if dial is None else Sources(dial)
 
     def snapshot(self) -> Snapshot:
         """This front's counters and gauges."""
