@@ -46,6 +46,7 @@ class FileFailed(Unavailable):
     """A file or a source failed or ended while a piece of it was written: its last `left_bytes` were not sent."""
 
     left_bytes = 0
+    silent = False  # the source said nothing for SOURCE_PATIENCE_S
 
     @property
     def kind(self) -> str:
@@ -231,7 +232,9 @@ class Sender:
                 self._progressed()
             elif not held and left:
                 if silent:
-                    raise _source_failed(f"it was silent for {SOURCE_PATIENCE_S:g} s", left)
+                    failed = _source_failed(f"it was silent for {SOURCE_PATIENCE_S:g} s", left)
+                    failed.silent = True
+                    raise failed
                 silent = not await self._wait_for_source(source, min(left, SPLICE_BYTES))
 
     async def _wait_for_client(self) -> None:

@@ -117,10 +117,13 @@ class Arriving:
             self._relayed.end()
             self._relayed = None
 
-    def failed(self) -> None:
-        """The file or the source of the last piece failed or ended: bytes not taken must come from elsewhere."""
+    def failed(self, silent: bool = False) -> None:
+        """The file or the source of the last piece failed or ended: bytes not taken must come from elsewhere. `silent`:
+        nothing came of the source. The engine hears of it, or it would wait for the same node again."""
         self._broken = True
         self._relays = False
+        if silent and self._relayed is not None:
+            self._silent = self._relayed.node
 
     def close(self) -> None:
         """Close file and source. The read's owner closes the read."""
@@ -151,8 +154,8 @@ class Arriving:
         try:
             self._relayed = await self._sources.open(relay, self.position)
         except (Silent, Refused) as error:
-            self._silent = relay.node if isinstance(error, Silent) else ""
             self.failed()
+            self._silent = relay.node if isinstance(error, Silent) else ""
             return None
         return self._relayed.source
 

@@ -453,7 +453,7 @@ class Reads:
                     if exchange.framing is not None:
                         raise  # what would fill the piece must come from elsewhere
                     end -= error.left_bytes
-                    arriving.failed()
+                    arriving.failed(error.silent)
                 if piece.source is not None:
                     self.counts.relayed_bytes += piece.size_bytes - (piece.end - end)
                 arriving.took(end)

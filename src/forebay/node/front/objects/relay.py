@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import select
 import socket
 from collections import defaultdict
@@ -31,6 +32,7 @@ from forebay.node.front.http.sender import SOURCE_PATIENCE_S, Pipe
 CONNECT_TIMEOUT_S = 2.0  # another node of the cluster: a SYN that is lost once is sent again within it
 UNDER_WAY_MAX = 64  # pipes hold 1 MiB each of what slow clients have not taken; Linux lets a user have as many of them
 IDLE_MAX = 32  # connections kept
+_SHORT = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _HEAD_BYTES = 4096  # one read: a whole head as a rule, and little of the body, which Python would have to copy
 Dial = Callable[[str, int], Awaitable[socket.socket]]
 
@@ -62,8 +64,8 @@ async def dial(host: str, port: int) -> socket.socket:
 class Relayed:
     """A body on its way from another node. `end` it once it was taken whole, `close` it in any case."""
 
-    def __init__(self, sources: Sources, place: tuple[str, int], source: Source, keeps: bool) -> None:
-        self.source = source
+    def __init__(self, sources: Sources, place: tuple[str, int], node: str, source: Source, keeps: bool) -> None:
+        self.node, self.source = node, source
         self._sources, self._place, self._keeps = sources, place, keeps
         self._open = True
 
@@ -115,7 +117,7 @@ class Sources:
             try:
                 async with asyncio.timeout(SOURCE_PATIENCE_S):
                     first, keeps = await _ask(connection, relay, start)
-                return Relayed(self, place, Source(connection, pipe, first), keeps)
+                return Relayed(self, place, relay.node, Source(connection, pipe, first), keeps)
             except (TimeoutError, OSError, EOFError) as error:
                 connection.close()
                 pipe.close()
@@ -139,6 +141,8 @@ class Sources:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 connection = await self._dial(*place)
         except (OSError, TimeoutError) as error:
+            if error.errno in _SHORT:
+                raise Refused(f"descriptors are short: {error}") from error  # no fault of that node
             raise Silent(f"{place[0]}:{place[1]} cannot be reached ({error!r})") from error
         try:
             return connection, Pipe(), True
@@ -149,12 +153,28 @@ class Sources:
     def give_back(self, place: tuple[str, int], source: Source) -> None:
         """Keep the connection, whose last body was taken whole."""
         self.under_way -= 1
-        idle = self._idle[place]
-        if self._is_closed or sum(map(len, self._idle.values())) >= IDLE_MAX:
+        if self._idle_count >= IDLE_MAX:
+            self._drop_closed()
+        if self._is_closed or self._idle_count >= IDLE_MAX:
             source.socket.close()
             source.pipe.close()
         else:
-            idle.append((source.socket, source.pipe))
+            self._idle[place].append((source.socket, source.pipe))
+
+    @property
+    def _idle_count(self) -> int:
+        return sum(map(len, self._idle.values()))
+
+    def _drop_closed(self) -> None:
+        """Keep no connection that the other node closed: it may have left the cluster."""
+        before, self._idle = self._idle, defaultdict(list)
+        for place, idle in before.items():
+            for connection, pipe in idle:
+                if _is_quiet(connection):
+                    self._idle[place].append((connection, pipe))
+                else:
+                    connection.close()
+                    pipe.close()
 
     def close(self) -> None:
         """Keep no connection from now on."""
@@ -196,7 +216,8 @@ async def _ask(connection: socket.socket, relay: Relay, start: int) -> tuple[byt
 
 
 def _is_quiet(connection: socket.socket) -> bool:
-    """Whether an idle connection is open and silent."""
+    """Whether an idle connection is open and silent: a byte that nobody asked for would begin the next answer."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)  # or fewer bytes than that would not show
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return not poll.poll(0)
