@@ -215,8 +215,8 @@ def test_an_owner_is_not_to_blame_for_want_of_descriptors() -> None:
 
 # --- last -----------------------------------------------------------------------------------------------------------
 def test_an_owner_that_stops_in_the_middle_is_waited_for_once(pair: Pair) -> None:
-    """The engine hears that the owner is silent, and does not wait for it again."""
-    key = pair.put("long")
+    """The engine hears that the owner is silent, and does not wait for it again. What was sent counts once."""
+    key, before = pair.put("long"), pair.first.metric("forebay_sent_bytes_total")
     host, port = pair.first.endpoint.removeprefix("http://").split(":")
     owner = pair.second.children()["engine"]
     with closing(http.client.HTTPConnection(host, int(port), timeout=60)) as connection:
@@ -231,4 +231,5 @@ def test_an_owner_that_stops_in_the_middle_is_waited_for_once(pair: Pair) -> Non
             with suppress(ProcessLookupError):  # its supervisor replaces one that hangs
                 os.kill(owner, signal.SIGCONT)
     assert body == BODIES["long"]
+    assert pair.first.metric("forebay_sent_bytes_total") - before < len(body) + MIB, "what was not sent counts"
     assert time.monotonic() - began_s < 2 * SOURCE_PATIENCE_S

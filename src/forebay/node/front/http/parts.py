@@ -116,18 +116,24 @@ class Parts(Sender):
         self._owe(size_bytes)
         assert not self._mute, "HEAD has no body"
         assert self.framing is None, "a piece that breaks off must be gone on with"
-        self._spend(size_bytes)
         head, self._head = self._head, b""
-        self._counts.sent_bytes += len(head) + size_bytes
+        self._counts.sent_bytes += len(head)
         self._since_s = self._server.now_s
         first = source.first
         if head or first:
+            self._passed_on(len(first))
             await self._put_and_wait(head + first)
         try:
             await self._splice_and_wait(source.socket, source.pipe, size_bytes - len(first))
         except FileFailed as error:
             self._owe(-error.left_bytes)
             raise
+
+    def _passed_on(self, size_bytes: int) -> None:
+        """A piece may have gigabytes, of which the client or the source breaks off: they count as they go."""
+        self._spend(size_bytes)
+        self._counts.sent_bytes += size_bytes
+        self._counts.relayed_bytes += size_bytes
 
     def _owe(self, size_bytes: int) -> None:
         assert self._stage == PARTS, "start the body first"

@@ -230,6 +230,7 @@ class Sender:
             held, left, moved = held - sent, left - sent, moved + sent
             if sent:
                 self._progressed()
+                self._passed_on(sent)
             elif not held and left:
                 if silent:
                     failed = _source_failed(f"it was silent for {SOURCE_PATIENCE_S:g} s", left)
@@ -335,6 +336,9 @@ class Sender:
     def _progressed(self) -> None:
         """The client took bytes."""
         raise NotImplementedError
+
+    def _passed_on(self, size_bytes: int) -> None:
+        """So many of them came from another socket."""
 
 
 class Pipe:

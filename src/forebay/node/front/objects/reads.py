@@ -454,8 +454,6 @@ class Reads:
                         raise  # what would fill the piece must come from elsewhere
                     end -= error.left_bytes
                     arriving.failed(error.silent)
-                if piece.source is not None:
-                    self.counts.relayed_bytes += piece.size_bytes - (piece.end - end)
                 arriving.took(end)
             if arriving.as_stored:
                 blocks, count = whole_blocks(opened.record, opened.start, opened.end)
