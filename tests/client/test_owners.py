@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -96,6 +98,31 @@ def test_each_is_read_at_its_owner(nodes: Nodes, client: Client) -> None:
     assert out.getvalue() == (key.encode() * 100)[10:]
     assert client.head("corpus", key).size_bytes == len(key) * 100
     assert nodes.asked()[0] == []
+
+
+def test_threads_that_begin_together_all_ask_for_the_map_first(nodes: Nodes) -> None:
+    """What they read meanwhile at a node that does not own it would cross two links."""
+    others = [key for own in nodes.owned(KEYS)[1:] for key in own]
+    begin = threading.Barrier(len(others))
+
+    def read(key: str) -> bytes:
+        begin.wait(60)
+        return client.get("corpus", key)
+
+    with Client(nodes.nodes[0].url) as client, ThreadPoolExecutor(len(others)) as pool:
+        assert list(pool.map(read, others)) == [key.encode() * 100 for key in others]
+    assert len(nodes.asked()[0]) <= 2 * owners.FIRST_OBJECTS, "two threads may count as one"
+
+
+def test_what_cannot_be_learnt_again_changes_nothing(nodes: Nodes, client: Client, clock: list[float]) -> None:
+    read_all(client)
+    for failures, buckets_asked in (([Busy("come back")], 0), ([], 1)):  # the map, and then nothing
+        nodes.asked()
+        clock.append(clock[-1] + owners.MAP_S + 1)
+        nodes.nodes[0].fail_next = [*failures]
+        read_all(client)
+        assert len(nodes.nodes[0].requests("GET", "/-/v1/buckets/corpus")) == buckets_asked
+        assert nodes.asked() == nodes.owned(KEYS)
 
 
 @pytest.mark.parametrize("how", ["put", "delete", "copy", "append"])

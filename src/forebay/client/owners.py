@@ -56,9 +56,11 @@ class Owners:
         self._here = here
         self._left = FIRST_OBJECTS
         self._look_s = 0.0  # when to look at the map next
+        self._looked = False  # at the map, once
         self._members: Members | None = None
         self._endpoints: dict[str, Endpoint] = {}
         self._buckets: dict[str, _Seen] = {}
+        self._again: frozenset[str] = frozenset()  # of these, to be looked at again since the map was
         self._written: set[str] = set()  # buckets that this client wrote to
         self._large: dict[tuple[str, str], None] = {}  # objects of several stripes
         self._reached = False  # some owner, ever
@@ -182,19 +184,24 @@ class Owners:
         nothing."""
         now_s = clock.monotonic_s()
         if now_s >= self._look_s:
-            self._look_s = now_s + MAP_S  # other threads go on with what was known
+            if self._looked:  # the first time all threads ask, since what they read meanwhile crosses two links
+                self._look_s = now_s + MAP_S  # others go on with what was known
             found = yield from _told("/-/v1/map", NodeMap)
+            self._looked = True
             if found is not None:
-                self._buckets = {}
+                self._again = frozenset(self._buckets)
                 self._use(found)
                 self._look_s = now_s + (MAP_S if self._members is not None else LONE_S)
-        if self._members is not None and bucket not in self._buckets:
-            self._buckets[bucket] = _Seen(False, False)
+            elif self._look_s <= now_s:
+                self._look_s = now_s + MAP_S
+        if self._members is not None and (bucket not in self._buckets or bucket in self._again):
+            self._again -= {bucket}
             settings = yield from _told(encode_path("-/v1/buckets", bucket), Bucket)
             if settings is not None:
-                self._buckets[bucket] = _Seen(
-                    settings.write == "through", settings.freshness_s in (0.0, FRESH_IMMUTABLE)
-                )
+                lasting = settings.freshness_s in (0.0, FRESH_IMMUTABLE)
+                self._buckets[bucket] = _Seen(settings.write == "through", lasting)
+            else:
+                self._buckets.setdefault(bucket, _Seen(False, False))
 
     def _use(self, found: NodeMap) -> None:
         endpoints: dict[str, Endpoint] = {}
