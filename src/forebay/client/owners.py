@@ -55,8 +55,7 @@ class Owners:
     def __init__(self, here: Endpoint) -> None:
         self._here = here
         self._left = FIRST_OBJECTS
-        self._look_s = 0.0  # when to look at the map next
-        self._looked = False  # at the map, once
+        self._look_s = 0.0  # when to look at the map next; 0 until it was looked at once
         self._members: Members | None = None
         self._endpoints: dict[str, Endpoint] = {}
         self._buckets: dict[str, _Seen] = {}
@@ -184,10 +183,9 @@ class Owners:
         nothing."""
         now_s = clock.monotonic_s()
         if now_s >= self._look_s:
-            if self._looked:  # the first time all threads ask, since what they read meanwhile crosses two links
+            if self._look_s:  # the first time all threads ask, since what they read meanwhile crosses two links
                 self._look_s = now_s + MAP_S  # others go on with what was known
             found = yield from _told("/-/v1/map", NodeMap)
-            self._looked = True
             if found is not None:
                 self._again = frozenset(self._buckets)
                 self._use(found)
