@@ -109,6 +109,10 @@ class RealNode:
         status, body = self._native("PUT", f"buckets/{quote(name)}", settings)
         assert status in (200, 201), body
 
+    def remove_bucket(self, name: str) -> None:
+        status, body = self._native("DELETE", f"buckets/{quote(name)}")
+        assert status < 300, body
+
     def flush(self, bucket: str) -> None:
         """Return when all that was written to the bucket is in its backend."""
         self._job("flush", {"bucket": bucket})

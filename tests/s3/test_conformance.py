@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -28,25 +29,27 @@ KEYS = [  # none is the folder of another: neither a directory nor SeaweedFS kee
 
 
 @pytest.fixture(scope="module")
-def shelf(lake: Lake, open_node: RealNode) -> Any:
+def shelf(lake: Lake, open_node: RealNode) -> Iterator[Any]:
     """A SeaweedFS bucket of awkward keys behind the node: a client of the node."""
     lake.server.create_bucket("shelf")
     writer = client(lake.server.endpoint, max_pool_connections=8)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda key: writer.put_object(Bucket="shelf", Key=key, Body=key.encode()), KEYS))
     open_node.add_bucket("shelf", "s3://shelf", options=lake.server.options())
-    return client(open_node.endpoint)
+    yield client(open_node.endpoint)
+    open_node.remove_bucket("shelf")  # others share the node, and list its buckets
 
 
 @pytest.fixture(scope="module")
-def folder(open_node: RealNode, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def folder(open_node: RealNode, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The same keys with a directory as the backend."""
     root = tmp_path_factory.mktemp("folder")
     for key in KEYS:
         (root / key).parent.mkdir(parents=True, exist_ok=True)
         (root / key).write_text(key)
     open_node.add_bucket("folder", root.as_uri())
-    return client(open_node.endpoint)
+    yield client(open_node.endpoint)
+    open_node.remove_bucket("folder")
 
 
 def _shown(answer: dict[str, Any]) -> tuple[list[str], list[str]]:
