@@ -32,6 +32,7 @@ from forebay.core.messages.calls import (
     Written,
 )
 from forebay.core.messages.wire import VolumeAt
+from forebay.core.s3rules.checksums import Checksum
 from forebay.core.types import Bucket, ObjectInfo
 from forebay.meta.sqlite import SqliteMeta
 from forebay.node.engine.write import parts as files
@@ -322,7 +323,7 @@ def test_checksums_are_made_where_the_client_sent_none(play: Any) -> None:
         upload = await place.create(checksum_algorithm="CRC64NVME")
         one, two = await place.send(upload, 1, PART), await place.send(upload, 2, b"end")
         done = await place.complete(upload, (1, one), (2, two))
-        whole = uploads.Digest("CRC64NVME")
+        whole = Checksum("CRC64NVME")
         whole.update(PART + b"end")
         assert done.checksums == {"CRC64NVME": whole.base64()}
         assert done.checksum_type == "FULL_OBJECT"

@@ -20,6 +20,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from bench import servers
 from forebay.core.machines import uploads
+from forebay.core.s3rules.checksums import Checksum
 from tests.node.conftest import until
 from tests.s3.conftest import client
 from tests.s3.real_node import RealNode
@@ -93,14 +94,14 @@ def test_every_checksum_of_the_sdk(place: Place, algorithm: str) -> None:
     assert got["Body"].read() == DATA
     said = got[f"Checksum{algorithm}"]
     if algorithm == "CRC64NVME":
-        whole = uploads.Digest(algorithm)
+        whole = Checksum(algorithm)
         whole.update(DATA)
         assert said == whole.base64()
     else:
         assert said.endswith("-3")
     for ask in (place.s3.get_object, place.s3.head_object):
         part = ask(Bucket="up-local", Key=algorithm, ChecksumMode="ENABLED", PartNumber=3)
-        own = uploads.Digest(algorithm)
+        own = Checksum(algorithm)
         own.update(DATA[10 * MIB :])
         assert (part[f"Checksum{algorithm}"], part["ChecksumType"]) == (own.base64(), got["ChecksumType"])
 

@@ -15,7 +15,8 @@ from forebay.core import limits
 from forebay.core.access import Identity, parse_grants
 from forebay.core.errors import Busy, Exists, NotFound, Precondition, Unavailable
 from forebay.core.messages.calls import CopyCall, Nothing, PutCall, PutOpened
-from forebay.node.front.http.checksums import ALGORITHMS, HEADERS, Running
+from forebay.core.s3rules.checksums import ALGORITHMS, Checksum
+from forebay.node.front.http.checksums import HEADERS
 from tests.s3.fake_front import MODIFIED, Answer, Front, Object
 from tests.s3.test_write_chunked import encode
 
@@ -173,7 +174,7 @@ def test_the_checksums_are_the_published_ones() -> None:
         ("XXHASH64", b"", "ef46db3751d8e999"),
         ("XXHASH3", b"", "2d06800538d394c2"),
     ):
-        running = Running(algorithm)
+        running = Checksum(algorithm)
         for at in range(len(data)):
             running.update(memoryview(data)[at : at + 1])
         assert running.digest().hex() == expected, algorithm
@@ -184,7 +185,7 @@ def test_the_checksums_are_the_published_ones() -> None:
 @pytest.mark.parametrize("data", [b"small", BIG])
 @pytest.mark.parametrize("trailing", [False, True])
 def test_a_checksum_is_compared_kept_and_said(front: Front, algorithm: str, data: bytes, trailing: bool) -> None:
-    right, wrong = Running(algorithm), Running(algorithm)
+    right, wrong = Checksum(algorithm), Checksum(algorithm)
     right.update(data)
     wrong.update(data + b"!")
     header = HEADERS[algorithm]

@@ -15,6 +15,7 @@ Opening a backend reads at most a key file and opens no connection.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -128,8 +129,8 @@ def locate(
     if scheme == "az":
         return _azure(name, prefix, bucket.options, environment, client, clock)
     url = f"{scheme}://{name}"
-    store = HTTPStore(url, client_options=_for_obstore(client, url), retry_config=_NO_RETRY)
-    return Unwritten(scheme, store, Wire(url, anonymous, client), prefix, None, clock)
+    open_store = functools.partial(HTTPStore, url, client_options=_for_obstore(client, url), retry_config=_NO_RETRY)
+    return Unwritten(scheme, open_store, Wire(url, anonymous, client), prefix, None, clock)
 
 
 def wire_to(bucket: Bucket, clock: Clock, node: str, peer: str) -> Wire:
@@ -218,7 +219,8 @@ def _s3(
         "request_payer": place.request_payer,
     }
     provider: Any = place.credentials.for_obstore if place.credentials else None
-    store = S3Store(
+    open_store = functools.partial(
+        S3Store,
         name,
         config=config,
         client_options=_for_obstore(client, place.url),
@@ -227,10 +229,10 @@ def _s3(
     )
     wire = Wire(place.url, aws.Signer(place, clock), client, bucket=name)
     if versions:
-        return Versions("s3", store, wire, prefix, _pages(wire), clock)
+        return Versions("s3", open_store, wire, prefix, _pages(wire), clock)
     kept = keeping.keeping_of(options)
     writes = S3Writes(wire, looks=aws.flag(options, "look_before_write"), keeping=kept)
-    cloud = Cloud("s3", store, wire, prefix, _pages(wire), writes, clock)
+    cloud = Cloud("s3", open_store, wire, prefix, _pages(wire), writes, clock)
     cloud.tells_keeping = bool(kept)
     return cloud
 
@@ -247,7 +249,8 @@ def _gcs(
     tokens = google.find_tokens(options, environment, aws.flag(options, "skip_signature"), clock)
     config: Any = {"base_url": base, "skip_signature": tokens is None}
     provider: Any = tokens.for_obstore if tokens else None
-    store = GCSStore(
+    open_store = functools.partial(
+        GCSStore,
         name,
         config=config,
         client_options=_for_obstore(client, base),
@@ -258,7 +261,7 @@ def _gcs(
     wire = Wire(f"{base}/{name}", authorize, client, bucket=name, meta="x-goog-meta-")
     api = Wire(base, authorize, client)
     writes = GoogleWrites(wire, api, chance.system, keeping.keeping_of(options))
-    return Cloud("gs", store, wire, prefix, _pages(wire), writes, clock)
+    return Cloud("gs", open_store, wire, prefix, _pages(wire), writes, clock)
 
 
 def _azure(
@@ -276,7 +279,8 @@ def _azure(
         "skip_signature": place.is_anonymous,
     }
     provider: Any = None if place.is_anonymous else place.for_obstore
-    store = AzureStore(
+    open_store = functools.partial(
+        AzureStore,
         name,
         config=config,
         client_options=_for_obstore(client, place.endpoint),
@@ -285,7 +289,7 @@ def _azure(
     )
     wire = container.make_wire(place, client)
     writes = AzureWrites(wire, place.sas, chance.system, clock, keeping.keeping_of(options))
-    return Cloud("az", store, wire, prefix, container.Lister(wire).list_page, writes, clock)
+    return Cloud("az", open_store, wire, prefix, container.Lister(wire).list_page, writes, clock)
 
 
 def _pages(wire: Wire) -> Any:

@@ -34,6 +34,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
@@ -194,7 +195,7 @@ class CloudReads:
     def __init__(
         self,
         scheme: str,
-        store: ObjectStore,
+        open_store: Callable[[], ObjectStore],
         wire: Wire,
         prefix: str,
         list_page: ListPageBlocking | None,
@@ -202,13 +203,19 @@ class CloudReads:
     ) -> None:
         self.scheme = scheme
         self._clock, self._seen_s = clock, float("-inf")  # monotonic: when a request began that the bucket answered
-        self._store, self._wire, self._prefix, self._list_page = store, wire, prefix, list_page
+        self._open_store, self._wire, self._prefix, self._list_page = open_store, wire, prefix, list_page
         self._pace = pace_of(wire.url)
         self._has_ranges = True
         self.by_wire = False  # nothing goes through obstore
         self._wary_until_s = float("-inf")  # monotonic: nor before then
         self._looks: set[asyncio.Task[ObjectInfo]] = set()
         self.tells_keeping = False  # what is read says in which class it is and how encrypted; obstore does not
+
+    @cached_property
+    def _store(self) -> ObjectStore:
+        """Made when a body is first read with it: that takes 12 ms of the loop, over TLS 45. A node knows a thousand
+        buckets, and each at every other node, anew with each map; most of them are never read there."""
+        return self._open_store()
 
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Fetch:
         full, what = self._full(key)
@@ -455,14 +462,14 @@ class Cloud(CloudReads):
     def __init__(
         self,
         scheme: str,
-        store: ObjectStore,
+        open_store: Callable[[], ObjectStore],
         wire: Wire,
         prefix: str,
         list_page: ListPageBlocking,
         writes: Writes,
         clock: Clock,
     ) -> None:
-        super().__init__(scheme, store, wire, prefix, list_page, clock)
+        super().__init__(scheme, open_store, wire, prefix, list_page, clock)
         self._writes = writes
         self.part_bytes_min = writes.part_bytes_min
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+import msgspec
 
 from forebay.backends.seam import Backend, Body, Fetch, PartSeen, UploadSeen
 from forebay.core.errors import ForebayError
@@ -24,8 +25,7 @@ FIRST_BYTE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
 ResultT = TypeVar("ResultT")
 
 
-@dataclass(slots=True)
-class BackendCounters:
+class BackendCounters(msgspec.Struct):
     """What one bucket's backend did, since it was opened.
 
     `requests` by verb (fetch, head, check, list, probe, put, delete, copy, begin_upload, put_part, complete_upload,
@@ -35,12 +35,12 @@ class BackendCounters:
     all. `uploads_left` may be at the backend without anybody knowing their ids.
     """
 
-    requests: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
+    requests: Counter[str] = msgspec.field(default_factory=Counter)
+    errors: Counter[str] = msgspec.field(default_factory=Counter)
     retries: int = 0
     read_bytes: int = 0
     peer_bytes: int = 0  # that other nodes sent in the backend's place
-    first_byte_counts: list[int] = field(default_factory=lambda: [0] * (len(FIRST_BYTE_BUCKETS_S) + 1))
+    first_byte_counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(FIRST_BYTE_BUCKETS_S) + 1))
     first_byte_sum_s: float = 0.0
     written_bytes: int = 0
     uploads_left: int = 0

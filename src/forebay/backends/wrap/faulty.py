@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,8 +30,7 @@ ResultT = TypeVar("ResultT")
 Sleep = Callable[[float], Awaitable[object]]
 
 
-@dataclass(frozen=True, slots=True)
-class FaultPlan:
+class FaultPlan(msgspec.Struct, frozen=True):
     """How often what happens. Rates are shares of requests, in [0, 1]; 0 is never.
 
     `latency_s` before each answer; `rate_bytes_s` of one body (0: unlimited). `error_rate` answers 5xx, `busy_rate`
@@ -57,36 +55,31 @@ class FaultPlan:
     retry_after_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True):
     """Script: the next fetch or write raises this instead of answering."""
 
     error: ForebayError
 
 
-@dataclass(frozen=True, slots=True)
-class Reset:
+class Reset(msgspec.Struct, frozen=True):
     """Script: the next body, in either direction, breaks with `Unavailable` after so many bytes."""
 
     after_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Truncate:
+class Truncate(msgspec.Struct, frozen=True):
     """Script: the next body ends after so many bytes, without an error."""
 
     after_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Lie:
+class Lie(msgspec.Struct, frozen=True):
     """Script: the next object says that it is so many bytes larger than it is."""
 
     extra_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Lose:
+class Lose(msgspec.Struct, frozen=True):
     """Script: the next write happens, and its answer is lost."""
 
 

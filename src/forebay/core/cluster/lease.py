@@ -17,21 +17,19 @@ was given up or lost is not held again; only a new one is. (3) At most one reque
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 RENEWALS_A_LEASE = 6  # at T/6, T/3: then the holder fences
 FENCED_SHARE = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Take:
+class Take(msgspec.Struct, frozen=True):
     """Ask for a lease of `ttl_s`."""
 
     ttl_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Renew:
+class Renew(msgspec.Struct, frozen=True):
     """Ask for the lease to last on."""
 
     lease: int

@@ -56,7 +56,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -89,49 +88,42 @@ HOLDS_AFTER_S = 10.0
 PAST_MAX = 8  # changes of holders that somebody still owes keys of
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(msgspec.Struct, frozen=True):
     """The copy of the agreed state changed, and is of `revision` now."""
 
     changes: tuple[Change, ...]
     revision: int
 
 
-@dataclass(frozen=True, slots=True)
-class Due:
+class Due(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(msgspec.Struct, frozen=True):
     """The transaction was done, at `revision`; or refused (0); or nobody knows (-1)."""
 
     revision: int
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
+class Settled(msgspec.Struct, frozen=True):
     """What was under way when `Settle` asked for this epoch has ended."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Owes:
+class Owes(msgspec.Struct, frozen=True):
     """So many bytes are on this node alone, or for another to take over."""
 
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(msgspec.Struct, frozen=True):
     """By the map of this epoch the node had nothing that is at home elsewhere."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Covered:
+class Covered(msgspec.Struct, frozen=True):
     """With the holders since the map of this epoch, all that the node has alone lies on another too."""
 
     held: int
@@ -140,8 +132,7 @@ class Covered:
 Event = Told | Due | Answered | Settled | Owes | Released | Covered
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(msgspec.Struct, frozen=True):
     """One transaction (`MetaStore.transact`); `Answered` follows."""
 
     changes: dict[str, bytes | None]
@@ -149,8 +140,7 @@ class Write:
     lease: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Settle:
+class Settle(msgspec.Struct, frozen=True):
     """Let end what is under way on keys that move under this epoch, and begin nothing; `Settled` follows."""
 
     epoch: int
@@ -159,8 +149,7 @@ class Settle:
 Effect = Write | Settle
 
 
-@dataclass(frozen=True, slots=True)
-class Right:
+class Right(msgspec.Struct, frozen=True):
     """What `right` gave: valid as long as `still` says so."""
 
     epoch: int

@@ -28,9 +28,10 @@ number of requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
+
+import msgspec
 
 from forebay.core import limits
 from forebay.core.machines.delivery_events import (
@@ -114,8 +115,7 @@ class _For(Enum):
     FORGOTTEN = 2  # was the upload completed?
 
 
-@dataclass(slots=True)
-class Delivery:
+class Delivery(msgspec.Struct):
     """See the module's header. `upload` is the one that an earlier delivery noted, or that a client filled. If it is of
     another key, a conflict was decided before. `stale`: uploads that nobody needs, as in `drop`.
 
@@ -135,7 +135,7 @@ class Delivery:
     _plain: bool = False  # without conditions
     _untagged: bool = False
     _guessed: bool = False  # whether it was the condition that is not supported is a guess
-    tokens: dict[int, str] = field(default_factory=dict)  # of parts that the upload has, as far as is known
+    tokens: dict[int, str] = msgspec.field(default_factory=dict)  # of parts that the upload has, as far as is known
     _listed: bool = False  # the upload has nothing that is not in `tokens`
     _beginning: bool = False
     _given_up: bool = False

@@ -8,9 +8,10 @@ Invariant. Every effect that asks is answered by exactly one event, unless the d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
+
+import msgspec
 
 from forebay.core.types import ObjectInfo
 
@@ -26,78 +27,66 @@ class Upload(NamedTuple):
 
 
 # --- how a request ended ---------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(msgspec.Struct, frozen=True):
     """Begin."""
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
+class Made(msgspec.Struct, frozen=True):
     """The put, completion or delete took effect. `seen`: what the object is now; None after a delete."""
 
     seen: ObjectInfo | None
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(msgspec.Struct, frozen=True):
     """The backend has another version than expected, or nobody knows what it refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unsupported:
+class Unsupported(msgspec.Struct, frozen=True):
     """The backend supports no conditions, or no tags."""
 
 
-@dataclass(frozen=True, slots=True)
-class Forgotten:
+class Forgotten(msgspec.Struct, frozen=True):
     """The backend has no such upload."""
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
+class Begun(msgspec.Struct, frozen=True):
     """The upload has begun, and this is its id. `wanted`: the object is still to be delivered."""
 
     upload_id: str
     wanted: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
+class Listed(msgspec.Struct, frozen=True):
     """The backend has these parts: (number, token, bytes)."""
 
     parts: tuple[tuple[int, str, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Filled:
+class Filled(msgspec.Struct, frozen=True):
     """Every missing part was sent: (number, token)."""
 
     parts: tuple[tuple[int, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Saw:
+class Saw(msgspec.Struct, frozen=True):
     """What the backend has; None for nothing."""
 
     seen: ObjectInfo | None
 
 
-@dataclass(frozen=True, slots=True)
-class WasRead:
+class WasRead(msgspec.Struct, frozen=True):
     """The digest of the object that was seen."""
 
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """The request failed in another way. `did_nothing`: it certainly had no effect."""
 
     did_nothing: bool
 
 
-@dataclass(frozen=True, slots=True)
-class GaveUp:
+class GaveUp(msgspec.Struct, frozen=True):
     """Nobody wants the delivery any more. A `Begin` under way ends first: its outcome is told after this."""
 
 
@@ -105,22 +94,19 @@ Event = Started | Made | Refused | Unsupported | Forgotten | Begun | Listed | Fi
 
 
 # --- what a delivery wants done --------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Look:
+class Look(msgspec.Struct, frozen=True):
     """Ask what the object is now."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(msgspec.Struct, frozen=True):
     """Read the object that was seen, and tell its digest."""
 
     seen: ObjectInfo
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(msgspec.Struct, frozen=True):
     """Send the body whole. `tags`: with the tags."""
 
     key: str
@@ -128,44 +114,38 @@ class Put:
     tags: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Delete:
+class Delete(msgspec.Struct, frozen=True):
     key: str
     expect: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(msgspec.Struct, frozen=True):
     """Note durably that this upload exists or may exist; None: that there is none."""
 
     upload: Upload | None
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
+class Begin(msgspec.Struct, frozen=True):
     """Begin an upload. Do not interrupt it."""
 
     key: str
     tags: bool
 
 
-@dataclass(frozen=True, slots=True)
-class List:
+class List(msgspec.Struct, frozen=True):
     """Ask which parts the backend has."""
 
     upload: Upload
 
 
-@dataclass(frozen=True, slots=True)
-class Fill:
+class Fill(msgspec.Struct, frozen=True):
     """Send these parts, several at once: (number, start, end)."""
 
     upload: Upload
     missing: tuple[tuple[int, int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Complete:
+class Complete(msgspec.Struct, frozen=True):
     """Make the object of the parts: (number, token) in order."""
 
     upload: Upload
@@ -173,28 +153,24 @@ class Complete:
     expect: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(msgspec.Struct, frozen=True):
     """Abort an upload of ours."""
 
     key: str
     upload_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(msgspec.Struct, frozen=True):
     """An upload of the key may exist whose id was not heard: report those that may be it."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class Swept:
+class Swept(msgspec.Struct, frozen=True):
     """Note durably that the stale uploads are gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delivered:
+class Delivered(msgspec.Struct, frozen=True):
     """The backend has the object, as `seen` (None for a delete). `policy` is the one that decided a conflict, if
     any."""
 
@@ -202,8 +178,7 @@ class Delivered:
     policy: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Yielded:
+class Yielded(msgspec.Struct, frozen=True):
     """The backend's object wins. `kept_as`: the key under which ours was kept, if it was."""
 
     policy: str
@@ -220,8 +195,7 @@ class Why(Enum):
     UNWANTED = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True):
     """The delivery failed. The effects after this one clean up."""
 
     why: Why = Why.ERROR

@@ -34,7 +34,8 @@ run, no reader, nothing passing. (6) Bytes that a reader was told of and has not
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+
+import msgspec
 
 from forebay.core import limits
 from forebay.core.errors import ErrorOnWire
@@ -70,8 +71,7 @@ VERIFY_PARALLEL_MAX = 4  # checks of doubted blocks at once: they read the disk 
 
 
 # --- state -----------------------------------------------------------------------------------------------------------
-@dataclass(slots=True)
-class Seat:
+class Seat(msgspec.Struct):
     """A reader's place in a flight."""
 
     start: int
@@ -86,8 +86,7 @@ class Seat:
         self.end, self.finished = self.told, True
 
 
-@dataclass(slots=True)
-class _AtWork:
+class _AtWork(msgspec.Struct):
     first: int
     end: int
     landed: int
@@ -95,8 +94,7 @@ class _AtWork:
     cut: bool = False
 
 
-@dataclass(slots=True)
-class Flight:
+class Flight(msgspec.Struct):
     """See the module's header. `present` is the record's bitmap; the `doubted` blocks in it must be verified first.
 
     `adopted` is a run that is already under way: the request that found out what the object is. It has number 0.
@@ -104,20 +102,20 @@ class Flight:
 
     size_bytes: int
     present: bytes = b""
-    doubted: set[int] = field(default_factory=set)
+    doubted: set[int] = msgspec.field(default_factory=set)
     adopted: Run | None = None
     block_bytes: int = limits.BLOCK_BYTES
     window_bytes: int = limits.READ_WINDOW_BYTES
     parallel_max: int = limits.FETCHES_PER_READ_MAX
     run_blocks_max: int = RUN_BLOCKS_MAX
-    readers: dict[int, Seat] = field(default_factory=dict)
-    runs: dict[int, _AtWork] = field(default_factory=dict)
-    owner: dict[int, int] = field(default_factory=dict)  # block in flight -> its run
-    passing: set[int] = field(default_factory=set)
-    verifying: set[int] = field(default_factory=set)
-    ahead: set[int] = field(default_factory=set)  # wanted by no reader, to be fetched once
+    readers: dict[int, Seat] = msgspec.field(default_factory=dict)
+    runs: dict[int, _AtWork] = msgspec.field(default_factory=dict)
+    owner: dict[int, int] = msgspec.field(default_factory=dict)  # block in flight -> its run
+    passing: set[int] = msgspec.field(default_factory=set)
+    verifying: set[int] = msgspec.field(default_factory=set)
+    ahead: set[int] = msgspec.field(default_factory=set)  # wanted by no reader, to be fetched once
     gone: ErrorOnWire | None = None
-    here: bytearray = field(default_factory=bytearray)
+    here: bytearray = msgspec.field(default_factory=bytearray)
     blocks: int = 0
     next_run: int = 1
     parallel: int = PARALLEL_AT_FIRST

@@ -8,14 +8,13 @@ Invariant. Every `Fetch` is answered by exactly one of `Ended`, `GaveUp` and `Fa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from forebay.core.errors import ErrorOnWire
 
 
 # --- events ----------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(msgspec.Struct, frozen=True):
     """A reader wants bytes [start, end). Fetch blocks up to byte `ahead_to` as well, for later readers."""
 
     reader: int
@@ -24,39 +23,34 @@ class Join:
     ahead_to: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Took:
+class Took(msgspec.Struct, frozen=True):
     """The reader's client took every byte below `position`."""
 
     reader: int
     position: int
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(msgspec.Struct, frozen=True):
     """The reader is done or gone, and takes nothing more. It also leaves after a `Fail`."""
 
     reader: int
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """The reader gets the rest from elsewhere: tell it of no more bytes. It still holds the bytes it was told of until
     it leaves."""
 
     reader: int
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """Every byte of `run` below `upto` (an offset in the object) may be read."""
 
     run: int
     upto: int
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(msgspec.Struct, frozen=True):
     """A block of `run` is whole. `kept`: it is on disk and indexed; otherwise it only passes through memory."""
 
     run: int
@@ -64,45 +58,39 @@ class Arrived:
     kept: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """The run is over: all its blocks have arrived, or it was cut."""
 
     run: int
 
 
-@dataclass(frozen=True, slots=True)
-class GaveUp:
+class GaveUp(msgspec.Struct, frozen=True):
     """The run ended early, though nothing is wrong with the backend. Fetch the blocks that did not arrive again."""
 
     run: int
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """The run ended early with an error. The blocks that did not arrive are absent again."""
 
     run: int
     error: ErrorOnWire
 
 
-@dataclass(frozen=True, slots=True)
-class Gone:
+class Gone(msgspec.Struct, frozen=True):
     """The backend has another version now, or none. What is not here will never come."""
 
     error: ErrorOnWire
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(msgspec.Struct, frozen=True):
     """These blocks are no longer here: they were evicted (never while a reader that was told of them has yet to take
     them), or found to be bad."""
 
     blocks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
+class Verified(msgspec.Struct, frozen=True):
     """A doubted block was compared with its checksum."""
 
     block: int
@@ -113,8 +101,7 @@ Event = Join | Took | Leave | Part | Progress | Arrived | Ended | GaveUp | Faile
 
 
 # --- effects ---------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(msgspec.Struct, frozen=True):
     """Fetch blocks [first, end) in one request. Answer with Progress, Arrived for each block, then Ended, GaveUp or
     Failed."""
 
@@ -123,23 +110,20 @@ class Fetch:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(msgspec.Struct, frozen=True):
     """End `run` before block `end`; if `end` is the run's first block, end it at once. Answer with Ended."""
 
     run: int
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Verify:
+class Verify(msgspec.Struct, frozen=True):
     """Compare a block on disk with its checksum; answer with Verified."""
 
     block: int
 
 
-@dataclass(frozen=True, slots=True)
-class Land:
+class Land(msgspec.Struct, frozen=True):
     """Tell the reader that bytes [start, end) may be read."""
 
     reader: int
@@ -147,31 +131,27 @@ class Land:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True):
     """The reader has been told of its last byte. It stays until it leaves."""
 
     reader: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True):
     """The reader cannot be served further. It holds the bytes it was told of until it leaves."""
 
     reader: int
     error: ErrorOnWire
 
 
-@dataclass(frozen=True, slots=True)
-class Withdraw:
+class Withdraw(msgspec.Struct, frozen=True):
     """Some bytes that the reader was told of and has not taken are wrong: it must ask again. It stays until it
     leaves."""
 
     reader: int
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(msgspec.Struct, frozen=True):
     """No reader needs this passing block any more: free its memory."""
 
     block: int

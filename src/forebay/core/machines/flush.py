@@ -34,8 +34,9 @@ import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
+
+import msgspec
 
 from forebay.core import limits
 
@@ -50,8 +51,7 @@ REST_MAX_S = 30.0
 
 
 # --- what happens to a queue -----------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Wrote:
+class Wrote(msgspec.Struct, frozen=True):
     """The key now owes this write instead of the one before. `seq` grows with every write."""
 
     key: str
@@ -60,36 +60,31 @@ class Wrote:
     since_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Forgot:
+class Forgot(msgspec.Struct, frozen=True):
     """The key owes nothing any more. A flush under way goes on; its `Ended` or `Failed` changes nothing for the key."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """Somebody waits for the backend to have what the key owes now."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(msgspec.Struct, frozen=True):
     """Start no flush of the key until it is written again, forgotten or released."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(msgspec.Struct, frozen=True):
     """The key is no longer held. It owes what it owed before."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """The backend has write `seq` of the key. If the key owes later writes, the first of them is from `since_s`."""
 
     key: str
@@ -97,8 +92,7 @@ class Ended:
     since_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """The flush failed. `draw` is uniform in [0, 1). `hopeless`: only a person can help. `here`: the cause is on this
     node and says nothing about the backend."""
 
@@ -109,20 +103,17 @@ class Failed:
     here: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
+class Dropped(msgspec.Struct, frozen=True):
     """The flush was given up because the key was written again or held. It does not count as a failure."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class Pressed:
+class Pressed(msgspec.Struct, frozen=True):
     """A writer waits until the bucket owes less."""
 
 
-@dataclass(frozen=True, slots=True)
-class Woke:
+class Woke(msgspec.Struct, frozen=True):
     """Only time has passed."""
 
 
@@ -130,16 +121,14 @@ Event = Wrote | Forgot | Asked | Held | Released | Ended | Failed | Dropped | Pr
 
 
 # --- what a queue wants done -----------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(msgspec.Struct, frozen=True):
     """Flush write `seq` of the key, then send `Ended`, `Failed` or `Dropped`."""
 
     key: str
     seq: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wake:
+class Wake(msgspec.Struct, frozen=True):
     """Send `Woke` at this moment, unless something else happens before."""
 
     at_s: float
@@ -156,8 +145,7 @@ class Lane(Enum):
     HELD = "held"
 
 
-@dataclass(slots=True)
-class _Owing:
+class _Owing(msgspec.Struct):
     seq: int
     size_bytes: int
     since_s: float

@@ -16,7 +16,8 @@ the bound, or one write.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+
+import msgspec
 
 from forebay.core.machines.flush import PROBE_MAX_S, Wake, Woke
 
@@ -24,8 +25,7 @@ PROMISE_KEPT_S = 30.0  # of an admitted write that failed before its commit: lon
 RETRY_AFTER_S = 5.0  # what a refused writer is told; while the backend is ill, PROBE_MAX_S
 
 
-@dataclass(frozen=True, slots=True)
-class Knock:
+class Knock(msgspec.Struct, frozen=True):
     """A writer of `size_bytes` asks to be admitted, and waits until `until_s`."""
 
     writer: int
@@ -33,15 +33,13 @@ class Knock:
     until_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Gone:
+class Gone(msgspec.Struct, frozen=True):
     """The writer stopped waiting."""
 
     writer: int
 
 
-@dataclass(frozen=True, slots=True)
-class Owes:
+class Owes(msgspec.Struct, frozen=True):
     """How much the bucket owes now, since when (in the gate's own seconds), and whether the backend is sick."""
 
     dirty_bytes: int
@@ -50,33 +48,29 @@ class Owes:
     came_bytes: int | None = None  # the size of an admitted write that `dirty_bytes` now includes
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(msgspec.Struct, frozen=True):
     """How much the bucket may owe, and for how long."""
 
     dirty_bytes_max: int
     dirty_age_max_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(msgspec.Struct, frozen=True):
     writer: int
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(msgspec.Struct, frozen=True):
     writer: int
     retry_after_s: float
 
 
-@dataclass(slots=True)
-class Gate:
+class Gate(msgspec.Struct):
     """See the module's header. All times are of one monotonic clock."""
 
     bounds: Bounds
     owes: Owes = Owes(0, None)
-    waiting: OrderedDict[int, Knock] = field(default_factory=OrderedDict)
-    promised: deque[tuple[float, int]] = field(default_factory=deque)  # (kept until, bytes) of admitted writes
+    waiting: OrderedDict[int, Knock] = msgspec.field(default_factory=OrderedDict)
+    promised: deque[tuple[float, int]] = msgspec.field(default_factory=deque)  # (kept until, bytes) of admitted writes
     promised_bytes: int = 0
 
     def step(self, now: float, event: Knock | Gone | Owes | Bounds | Woke) -> list[Admit | Refuse | Wake]:

@@ -24,12 +24,12 @@ write that was cut before its record is undone, never turned into a clean object
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+
+class Identity(msgspec.Struct, frozen=True):
     """What a file's header says it is. `blocks` are those whose sums the file holds.
 
     `durable`: a durable write made the file, so only a durable record gives it meaning.
@@ -43,8 +43,7 @@ class Identity:
     durable: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class FileSeen:
+class FileSeen(msgspec.Struct, frozen=True):
     """One file found in `tmp/` or `data/`. `header` is None when it is missing or its checksum does not match."""
 
     path: str
@@ -53,8 +52,7 @@ class FileSeen:
     header: Identity | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RecordSeen:
+class RecordSeen(msgspec.Struct, frozen=True):
     """One record of a trusted index. `path` is where its file should be; empty for inline objects.
 
     `durable`: its bytes are only here (dirty or local). `object_id` is 0 for a tombstone.
@@ -68,8 +66,7 @@ class RecordSeen:
     durable: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(msgspec.Struct, frozen=True):
     """Keep the file. `unverified`: mark the record so; its blocks must be verified before their first use. (A durable
     record's file needs no such mark: it was synced before the record.)"""
 
@@ -77,32 +74,28 @@ class Keep:
     unverified: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Delete:
+class Delete(msgspec.Struct, frozen=True):
     """Remove a file that nothing needs."""
 
     path: str
     reason: Literal["temp", "orphan", "superseded", "unreadable"]
 
 
-@dataclass(frozen=True, slots=True)
-class Quarantine:
+class Quarantine(msgspec.Struct, frozen=True):
     """Move a file that contradicts its record aside, out of use, and tell the operator."""
 
     path: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Rebuild:
+class Rebuild(msgspec.Struct, frozen=True):
     """Write a clean record, UNVERIFIED, unconfirmed (`checked_s` `MISSED`), listing `identity.blocks`."""
 
     path: str
     identity: Identity
 
 
-@dataclass(frozen=True, slots=True)
-class DropRecord:
+class DropRecord(msgspec.Struct, frozen=True):
     """Remove a record whose bytes are missing or that another replaces. `lost`: a durable record's bytes are gone;
     report it."""
 
@@ -112,15 +105,13 @@ class DropRecord:
     lost: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Restore:
+class Restore(msgspec.Struct, frozen=True):
     """Put a durable record into view, in place of any other record of its key."""
 
     record: RecordSeen
 
 
-@dataclass(frozen=True, slots=True)
-class Settle:
+class Settle(msgspec.Struct, frozen=True):
     """The durable record's flush ended before the stop: remove the record in the next transaction."""
 
     record: RecordSeen

@@ -19,7 +19,7 @@ least what the backend asked for. (3) 0 <= tokens <= TOKENS_MAX. (4) Same inputs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from forebay.core import limits
 from forebay.core.errors import Busy, Corrupt, ForebayError, NoBackendBucket, Unavailable
@@ -29,8 +29,7 @@ TOKENS_MAX = 500  # the vendor's SDKs: 500 tokens, 5 per retry: a hundred retrie
 RETRY_COST = 5
 
 
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
+class RetryPolicy(msgspec.Struct, frozen=True):
     """How patient one request is. Seconds throughout."""
 
     attempts_max: int = limits.BACKEND_ATTEMPTS_MAX

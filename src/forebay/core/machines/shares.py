@@ -20,7 +20,8 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+
+import msgspec
 
 
 class Need(enum.IntEnum):
@@ -31,23 +32,23 @@ class Need(enum.IntEnum):
     AHEAD = 2
 
 
-@dataclass(slots=True)
-class _Claim:
+class _Claim(msgspec.Struct):
     owner: Hashable
     need: Need
 
 
-@dataclass(slots=True)
-class Shares:
+class Shares(msgspec.Struct):
     """See the module's header. Claims are growing numbers. Each method returns the claims that get a permit now."""
 
     permits: int
     ahead_max: int
-    claims: dict[int, _Claim] = field(default_factory=dict)
-    given: set[int] = field(default_factory=set)
-    held: Counter[Hashable] = field(default_factory=Counter)  # by owner
+    claims: dict[int, _Claim] = msgspec.field(default_factory=dict)
+    given: set[int] = msgspec.field(default_factory=set)
+    held: Counter[Hashable] = msgspec.field(default_factory=Counter)  # by owner
     ahead: int = 0  # permits given to claims that were ahead at that moment
-    queues: dict[Need, dict[Hashable, dict[int, None]]] = field(default_factory=lambda: {need: {} for need in Need})
+    queues: dict[Need, dict[Hashable, dict[int, None]]] = msgspec.field(
+        default_factory=lambda: {need: {} for need in Need}
+    )
 
     def __post_init__(self) -> None:
         assert 0 < self.ahead_max < self.permits

@@ -21,72 +21,25 @@ import base64
 import binascii
 import hashlib
 import re
-import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, cast
-
-import xxhash
-from awscrt import checksums as crt
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal, NamedTuple, cast
 
 from forebay.core import limits
 from forebay.core.errors import Invalid, NotFound
 from forebay.core.record import OWN_HEADERS
+from forebay.core.s3rules.checksums import ALGORITHMS, CRC_BYTES, DIGEST_BYTES, Checksum, joined
 from forebay.core.types import Headers
 
 ChecksumType = Literal["", "COMPOSITE", "FULL_OBJECT"]
 AskedPart = tuple[int, str, dict[str, str]]  # number, ETag ("" for any), checksums that the client repeats
 
-_HASHES: Final[dict[str, Callable[[], Any]]] = {
-    "SHA1": lambda: hashlib.sha1(usedforsecurity=False),
-    "SHA256": hashlib.sha256,
-    "SHA512": hashlib.sha512,
-    "MD5": lambda: hashlib.md5(usedforsecurity=False),
-    "XXHASH64": xxhash.xxh64,
-    "XXHASH3": xxhash.xxh3_64,
-    "XXHASH128": xxhash.xxh3_128,
-}
-_CRC: Final[dict[str, Callable[[bytes | memoryview, int], int]]] = {
-    "CRC32": zlib.crc32,
-    "CRC32C": crt.crc32c,
-    "CRC64NVME": crt.crc64nvme,
-}
-DIGEST_BYTES: Final = {"CRC32": 4, "CRC32C": 4, "CRC64NVME": 8} | {
-    name: int(new().digest_size) for name, new in _HASHES.items()
-}
-ALGORITHMS: Final = tuple(DIGEST_BYTES)
-_COMBINE: Final[dict[str, Callable[[int, int, int], int]]] = {
-    "CRC32": crt.combine_crc32,
-    "CRC32C": crt.combine_crc32c,
-    "CRC64NVME": crt.combine_crc64nvme,
-}
 SIZES_HEADER: Final = "x-forebay-part-sizes"  # among an object's stored headers; never sent to a backend
 SIZES_CHARS_MAX: Final = 200
 PARTS_CHECKSUMS_HEADER: Final = "x-forebay-part-checksums"  # the same for their checksums
 PARTS_CHECKSUMS_CHARS_MAX: Final = 1000
 _CHECKSUM_HEADER: Final = "x-amz-checksum-"
 _NAME: Final = re.compile(r"(\d{5})-([0-9a-f]+)-([0-9a-f]+)-([0-9a-f]+)-([0-9a-f]{32})-([A-Z0-9]*)-([0-9a-f]*)")
-
-
-class Digest:
-    """A checksum of bytes that come in pieces."""
-
-    def __init__(self, algorithm: str) -> None:
-        self._algorithm = algorithm
-        self._hash = _HASHES[algorithm]() if algorithm in _HASHES else None
-        self._value = 0
-
-    def update(self, data: bytes | memoryview) -> None:
-        if self._hash is not None:
-            self._hash.update(data)
-        else:
-            self._value = _CRC[self._algorithm](data, self._value)
-
-    def base64(self) -> str:
-        """The value, in S3's encoding."""
-        if self._hash is not None:
-            return base64.b64encode(self._hash.digest()).decode()
-        return base64.b64encode(self._value.to_bytes(DIGEST_BYTES[self._algorithm], "big")).decode()
 
 
 class Part(NamedTuple):
@@ -172,7 +125,7 @@ def settle_checksum(algorithm: str, kind: str) -> tuple[str, ChecksumType]:
         raise Invalid(
             "Value for x-amz-checksum-type header is invalid: COMPOSITE or FULL_OBJECT", code="InvalidRequest"
         )
-    if (kind == "FULL_OBJECT" and algorithm not in _COMBINE) or (kind == "COMPOSITE" and algorithm == "CRC64NVME"):
+    if (kind == "FULL_OBJECT" and algorithm not in CRC_BYTES) or (kind == "COMPOSITE" and algorithm == "CRC64NVME"):
         raise Invalid(
             f"The {kind} checksum type cannot be used with the {algorithm.lower()} checksum algorithm",
             code="InvalidRequest",
@@ -276,13 +229,11 @@ def checksum_of(algorithm: str, kind: str, parts: Sequence[Part]) -> str:
         return ""
     digests = [base64.b64decode(part.checksum) for part in parts]
     if kind == "COMPOSITE":
-        whole = Digest(algorithm)
+        whole = Checksum(algorithm)
         whole.update(b"".join(digests))
         return f"{whole.base64()}-{len(parts)}"
-    combine, value = _COMBINE[algorithm], 0
-    for part, digest in zip(parts, digests, strict=True):
-        value = combine(value, int.from_bytes(digest, "big"), part.size_bytes)
-    return base64.b64encode(value.to_bytes(DIGEST_BYTES[algorithm], "big")).decode()
+    sizes = [part.size_bytes for part in parts]
+    return base64.b64encode(joined(algorithm, list(zip(digests, sizes, strict=True)))).decode()
 
 
 def check_form(promised: Mapping[str, str], algorithm: str, kind: str) -> None:

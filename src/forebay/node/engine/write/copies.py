@@ -38,10 +38,11 @@ from forebay.core.errors import (
     Unavailable,
     from_wire,
 )
-from forebay.core.machines.uploads import Digest, stored_checksum, with_checksum, without_own
+from forebay.core.machines.uploads import stored_checksum, with_checksum, without_own
 from forebay.core.messages.calls import CopyCall, PartState, UploadPartCall, UploadPartCopyCall, Written
 from forebay.core.messages.wire import Relay
 from forebay.core.record import Record, State
+from forebay.core.s3rules.checksums import Checksum
 from forebay.core.s3rules.conditions import Conditions
 from forebay.core.s3rules.keeping import without_keeping
 from forebay.core.s3rules.tags import tags_among, without_tags
@@ -112,7 +113,7 @@ class Drawn:
 
     def __init__(self, path: str, size_bytes: int, *, md5: bool, algorithm: str = "") -> None:
         self.path = path
-        self._digest = Digest(algorithm) if algorithm else None
+        self._digest = Checksum(algorithm) if algorithm else None
         self.sums: list[int] = []
         self._body = bytearray()
         self._blocks = BlockHashes(0, size_bytes, limits.BLOCK_BYTES)

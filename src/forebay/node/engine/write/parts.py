@@ -24,7 +24,8 @@ from collections.abc import Sequence
 import xxhash
 
 from forebay.core import limits
-from forebay.core.machines.uploads import Digest, Part, latest, name_of, parse_name
+from forebay.core.machines.uploads import Part, latest, name_of, parse_name
+from forebay.core.s3rules.checksums import Checksum
 
 COPY_BYTES = 1024 * 1024
 _FICLONERANGE = 0x4020940D  # share a range of another file: whole blocks of the filesystem
@@ -104,7 +105,7 @@ def directories(holder: str) -> list[str]:
 
 def checksum(path: str, algorithm: str) -> str:
     """The checksum of a file, in base64."""
-    digest = Digest(algorithm)
+    digest = Checksum(algorithm)
     with open(path, "rb", buffering=0) as file:
         while data := file.read(COPY_BYTES):
             digest.update(data)

@@ -32,9 +32,10 @@ import xxhash
 from forebay.core import limits
 from forebay.core.errors import ForebayError, Invalid, Unavailable
 from forebay.core.machines.stall import STALLED_AFTER_S
+from forebay.core.s3rules.checksums import Checksum
 from forebay.core.s3rules.chunked import AwsChunked
 from forebay.core.s3rules.signedbody import check_payload_sha256, signs_sha256
-from forebay.node.front.http.checksums import ALGORITHM_OF, Running, check_value, mismatch
+from forebay.node.front.http.checksums import ALGORITHM_OF, check_value, mismatch
 from forebay.node.front.http.requests import too_large
 from forebay.node.store.disk import files
 from forebay.node.store.disk.volume import stalled
@@ -145,7 +146,7 @@ class Incoming:
             names["MD5"] = None
         if signs_sha256(wanted.payload):
             names["SHA256"] = None
-        self._running = [Running(name) for name in names]
+        self._running = [Checksum(name) for name in names]
         self._hash128 = xxhash.xxh3_128() if wanted.hash128 else None
         if size_bytes is not None and size_bytes > memory_bytes_max:
             self._open()

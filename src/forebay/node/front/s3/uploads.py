@@ -42,11 +42,12 @@ from forebay.core.messages.calls import (
     UploadState,
 )
 from forebay.core.pages import after_prefix, start_of_marker
+from forebay.core.s3rules.checksums import ALGORITHMS
 from forebay.core.types import Bucket, check_key
 from forebay.core.versions import versioned
 from forebay.node.front.http.auth import Auth, Caller
 from forebay.node.front.http.bodies import Incoming
-from forebay.node.front.http.checksums import ALGORITHMS, HEADERS
+from forebay.node.front.http.checksums import HEADERS
 from forebay.node.front.http.requests import BodySink, Exchange, Lines, Request
 from forebay.node.front.objects.object_headers import refuse_unserved, write_conditions
 from forebay.node.front.objects.puts import Puts

@@ -27,7 +27,6 @@ import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -82,8 +81,7 @@ class Delete(NamedTuple):
 Change = Put | Delete
 
 
-@dataclass(slots=True)
-class _Step:
+class _Step(msgspec.Struct):
     """One change under way."""
 
     change: Change
@@ -109,8 +107,7 @@ class _Step:
         return Entry(note, self.record, self.inline_sum, keys.long_key(self.entry, self.key))
 
 
-@dataclass(slots=True)
-class Prepared:
+class Prepared(msgspec.Struct):
     """Changes that were decided on. Pass each to `make_durable` and then to `publish`, even after a cancellation: until
     it is published, its file is held.
 
@@ -118,7 +115,7 @@ class Prepared:
     that was in view before.
     """
 
-    steps: list[_Step] = field(default_factory=list)
+    steps: list[_Step] = msgspec.field(default_factory=list)
 
     @property
     def outcomes(self) -> list[ForebayError | None]:
@@ -129,7 +126,9 @@ class Prepared:
         """Whether `make_durable` has anything to do. If not, it may be called on the loop, or not at all."""
         return any(step.source or step.durable or step.forget for step in self.steps)
 
-    needs: dict[str, tuple[int, int]] = field(default_factory=dict)  # volume id: commits of its index, and lost ones
+    needs: dict[str, tuple[int, int]] = msgspec.field(
+        default_factory=dict
+    )  # volume id: commits of its index, and lost ones
 
     @property
     def replaced(self) -> list[Record | None]:
@@ -143,8 +142,7 @@ class Prepared:
         return list(found.values())
 
 
-@dataclass(slots=True)
-class _Asked:
+class _Asked(msgspec.Struct):
     """A volume's room, asked once for many changes: nothing is written before `make_durable`."""
 
     room: Room
