@@ -6,6 +6,7 @@ a test may ask for what it moves. Steps and disks are real; what measured times 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,7 +31,7 @@ from tests.torch.offload.test_engine import CLASSES, ROWS, SMALL, WATCHED, WIDTH
 from tests.torch.offload.test_engine_beside import need_of
 
 STEPS = WATCHED + 5
-FEW = 32  # rows
+FEW = 16  # rows
 CORE = Roofline("a core, a table", {"float32": 50e9}, memory_bytes_s=10e9, link_bytes_s=10e9)
 DISK = Measured(write_bytes_s=250e6, read_bytes_s=500e6, mode="O_DIRECT", size_bytes=1 << 20)
 
@@ -128,6 +129,7 @@ def run(make: Make, take: Take, after: Take | None, steps: int) -> tuple[list[An
     return found, dict(left(model, optimizer))
 
 
+@functools.lru_cache(maxsize=8)  # several tests run the same program one after the other
 def budget_of(make: Make, take: Take, share: float) -> int:
     torch.manual_seed(11)
     return need_of(make, take, share)

@@ -15,9 +15,9 @@ from forebay.offload import DiskTier, Offload
 from forebay.offload.tracing.between import BETWEEN, Between
 from tests.torch.offload.memory import PeakMemory
 from tests.torch.offload.programs import FEW, left, loss_of, told
-from tests.torch.offload.test_engine import MIB, SMALL, WATCHED, made
+from tests.torch.offload.test_engine import CHUNK_BYTES, SMALL, WATCHED, made
 
-BLOCKS = 10
+BLOCKS = 6
 STEPS = WATCHED + 4
 make = partial(made, BLOCKS)
 
@@ -54,7 +54,7 @@ def test_clipping_and_unscaling_need_no_more_than_a_chunk(tmp_path: Path, way: s
     left_alone = dict(left(model, optimizer))
     torch.manual_seed(11)
     model, optimizer = make()
-    budget = gradient_bytes() - MIB
+    budget = gradient_bytes() - CHUNK_BYTES
     found, peaks = [], []
     with Offload(model, optimizer, budget=budget, tiers=[DiskTier([tmp_path], "256MiB")], **SMALL) as off:
         for step in range(STEPS):
@@ -87,7 +87,7 @@ def test_what_is_logged_now_and_then_is_no_other_step_and_keeps_the_budget(tmp_p
     expected = [take(model, optimizer, step) for step in range(steps)]
     left_alone = dict(left(model, optimizer))
     model, optimizer = make()
-    budget = gradient_bytes() - MIB
+    budget = gradient_bytes() - CHUNK_BYTES
     found, peaks = [], []
     with Offload(model, optimizer, budget=budget, tiers=[DiskTier([tmp_path], "256MiB")], **SMALL) as off:
         for step in range(steps):

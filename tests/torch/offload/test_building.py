@@ -15,10 +15,10 @@ from forebay.core.errors import Closed, Invalid, NotSupported
 from forebay.offload import DiskTier, Offload
 from tests.torch.offload.memory import PeakMemory
 from tests.torch.offload.programs import left, no_norms, told
-from tests.torch.offload.test_engine import CLASSES, MIB, SMALL, WATCHED, WIDTH, Block
+from tests.torch.offload.test_engine import CHUNK_BYTES, CLASSES, SMALL, WATCHED, WIDTH, Block
 from tests.torch.offload.test_engine_states import Held
 
-BLOCKS = 10
+BLOCKS = 8
 STEPS = WATCHED + 3
 
 
@@ -111,13 +111,13 @@ class Silent(nn.Module):
 def test_what_cannot_be_made_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     model, optimizer = made(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Silent()), "meta")
     with pytest.raises(Invalid, match="pass device="):
-        offloaded(tmp_path, model, optimizer, MIB)
+        offloaded(tmp_path, model, optimizer, CHUNK_BYTES)
     with pytest.raises(Invalid, match=r"Silent has tensors .* pass initialize="):
-        offloaded(tmp_path, model, optimizer, MIB, device="cpu")
+        offloaded(tmp_path, model, optimizer, CHUNK_BYTES, device="cpu")
     with pytest.raises(NotSupported, match="not all checks have passed yet"):
-        offloaded(tmp_path, model, optimizer, MIB, device="cuda")
+        offloaded(tmp_path, model, optimizer, CHUNK_BYTES, device="cuda")
     with pytest.raises(ZeroDivisionError):
-        offloaded(tmp_path, model, optimizer, MIB, device="cpu", initialize=lambda module: 1 // 0)
+        offloaded(tmp_path, model, optimizer, CHUNK_BYTES, device="cpu", initialize=lambda module: 1 // 0)
     assert not model._forward_pre_hooks
     assert not torch._C._len_torch_dispatch_stack()
     assert not torch._C._len_torch_function_stack()

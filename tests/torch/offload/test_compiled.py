@@ -18,7 +18,7 @@ from forebay.offload import DiskTier, Offload, engine
 from forebay.offload.tracing import profile
 from forebay.offload.tracing.profile import Profiler
 from tests.torch.offload.programs import STEPS, compare, evaluated, left, loss_of, plain, run, told
-from tests.torch.offload.test_engine import CLASSES, SMALL, WIDTH, Block, batch, made
+from tests.torch.offload.test_engine import CLASSES, ROWS, SMALL, WIDTH, Block, batch, made
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # torch's compiler warns of itself
@@ -108,7 +108,7 @@ def test_what_was_compiled_before_has_its_tensors_too(
     expected, expected_left = run(lambda: of_compiled("inductor"), plain, None, STEPS)
     model, optimizer = of_compiled("inductor")
     found = [told(plain(model, optimizer, step)) for step in range(2)]
-    with Offload(model, optimizer, budget="15MiB", tiers=[DiskTier([tmp_path], "64MiB")], **SMALL) as off:
+    with Offload(model, optimizer, budget="3840KiB", tiers=[DiskTier([tmp_path], "64MiB")], **SMALL) as off:
         for step in range(2, STEPS):
             with off.step():
                 found.append(told(plain(model, optimizer, step)))
@@ -176,7 +176,7 @@ def test_running_numbers_that_a_region_writes(tmp_path: Path) -> None:
 @needs_a_compiler
 def test_a_batch_of_another_size_is_compiled_anew(tmp_path: Path) -> None:
     def take(model: Any, optimizer: Any, step: int) -> list[Any]:
-        loss = loss_of(model, step, 192 if step in (6, 9) else 256)
+        loss = loss_of(model, step, 3 * ROWS // 4 if step in (6, 9) else ROWS)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -196,7 +196,7 @@ def test_a_model_compiled_as_a_whole_is_refused(tmp_path: Path, compiled: Compil
 def test_nothing_of_ours_is_left_at_a_compiled_block(tmp_path: Path) -> None:
     model, optimizer = of_compiled("eager")
     before = [block._compiled_call_impl for block in model]
-    with Offload(model, optimizer, budget="8MiB", tiers=[DiskTier([tmp_path], "64MiB")], **SMALL) as off:
+    with Offload(model, optimizer, budget="2MiB", tiers=[DiskTier([tmp_path], "64MiB")], **SMALL) as off:
         for step in range(STEPS):
             with off.step():
                 plain(model, optimizer, step)

@@ -17,8 +17,8 @@ from forebay.offload.tracing.profile import Profiler
 from tests.torch.offload.memory import PeakMemory
 from tests.torch.offload.stand_in import stand_in
 from tests.torch.offload.test_engine import (
+    CHUNK_BYTES,
     CLASSES,
-    MIB,
     ROWS,
     SMALL,
     WATCHED,
@@ -117,7 +117,7 @@ def test_a_larger_batch_goes_without_the_plan_and_within_the_budget(trained: Any
 def test_where_all_fitted_a_larger_batch_is_noticed_and_kept_within_the_budget(disk: DiskTier) -> None:
     model, optimizer = made()
     model_alone, optimizer_alone = made()
-    with Offload(model, optimizer, budget=need_bytes() + MIB, tiers=[disk], **SMALL) as off:
+    with Offload(model, optimizer, budget=need_bytes() + CHUNK_BYTES, tiers=[disk], **SMALL) as off:
         measuring = disk.bytes_written
         for step in range(4):
             in_a_step(off, lambda: take(model, optimizer, step))  # noqa: B023

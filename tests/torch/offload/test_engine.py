@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+import functools
 import os
 import re
 import weakref
@@ -23,10 +25,11 @@ from forebay.offload.tiers.host_tier import HostTier
 from forebay.offload.tracing.storages import storage_of
 from tests.torch.offload.memory import PeakMemory
 
-MIB = 1 << 20
 WATCHED = PLAIN_STEPS + 1 + TIMED_STEPS  # until the plan is one from times that nobody disturbed
-WIDTH, CLASSES, ROWS = 256, 16, 256
-SMALL: dict[str, Any] = {"size_bytes_min": 16_384, "chunk_bytes": MIB}
+WIDTH, CLASSES, ROWS = 128, 16, 128
+KIB = 1 << 10
+CHUNK_BYTES = 256 * KIB
+SMALL: dict[str, Any] = {"size_bytes_min": 4 * KIB, "chunk_bytes": CHUNK_BYTES}
 
 
 class Block(nn.Module):
@@ -63,9 +66,23 @@ def take(model: Any, optimizer: Any, step: int, rows: int = ROWS) -> tuple[float
     return told
 
 
-def alone(steps: int, blocks: int = 4, optimizer: Callable[..., Any] = torch.optim.AdamW) -> tuple[list[Any], Any]:
-    model, used = made(blocks, optimizer)
-    return [take(model, used, step) for step in range(steps)], model
+@functools.cache
+def _alone(steps: int, optimizer: Callable[..., Any]) -> tuple[list[Any], tuple[Any, Any]]:
+    model, used = made(optimizer=optimizer)
+    return [take(model, used, step) for step in range(steps)], (model, used)
+
+
+def alone(steps: int, optimizer: Callable[..., Any] = torch.optim.AdamW) -> tuple[list[Any], Any]:
+    """What steps without `Offload` tell, and their model. Many ask for the same steps, and each has a copy."""
+    found, (model, _) = _alone(steps, optimizer)
+    return list(found), copy.deepcopy(model)
+
+
+def trained_alone(steps: int) -> tuple[Any, Any]:
+    """Model and optimizer after so many steps without `Offload`, to go on with."""
+    _, pair = _alone(steps, torch.optim.AdamW)
+    model, optimizer = copy.deepcopy(pair)
+    return model, optimizer
 
 
 @pytest.fixture
@@ -73,6 +90,7 @@ def disk(tmp_path: Path) -> DiskTier:
     return DiskTier([tmp_path], "256MiB")
 
 
+@functools.cache
 def need_bytes() -> int:
     """What a step of `made` needs, by count."""
     model, optimizer = made()
@@ -87,9 +105,8 @@ def same(model: Any, other: Any) -> bool:
 
 
 # --- the same numbers ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("share", [0.9, 0.75, 0.6])
-def test_numbers_are_the_same_in_less_memory(disk: DiskTier, share: float) -> None:
-    steps = 50
+@pytest.mark.parametrize(("share", "steps"), [(0.9, WATCHED + 8), (0.75, WATCHED + 8), (0.6, 50)])
+def test_numbers_are_the_same_in_less_memory(disk: DiskTier, share: float, steps: int) -> None:
     expected, model_alone = alone(steps)
     model, optimizer = made()
     budget = int(need_bytes() * share)
@@ -114,7 +131,7 @@ def test_tensors_that_are_all_small_move_where_the_budget_asks_for_it(disk: Disk
     model, optimizer = made()
     budget = int(need_bytes() * 0.7)
     found, peaks = [], []
-    with Offload(model, optimizer, budget=budget, tiers=[disk], chunk_bytes=MIB) as off:
+    with Offload(model, optimizer, budget=budget, tiers=[disk], chunk_bytes=CHUNK_BYTES) as off:
         for step in range(WATCHED + 2):
             with PeakMemory(model, optimizer) as memory, off.step():
                 found.append(take(model, optimizer, step))
@@ -131,7 +148,7 @@ def test_tensors_that_are_all_small_move_where_the_budget_asks_for_it(disk: Disk
 def test_other_optimizers_too(disk: DiskTier, kind: Callable[..., Any]) -> None:
     expected, model_alone = alone(12, optimizer=kind)
     model, optimizer = made(optimizer=kind)
-    with Offload(model, optimizer, budget="5MiB", tiers=[disk], **SMALL) as off:
+    with Offload(model, optimizer, budget="1280KiB", tiers=[disk], **SMALL) as off:
         found = []
         for step in range(12):
             with off.step():
@@ -269,9 +286,7 @@ def test_an_evaluation_between_steps_sees_the_weights(off: Offload) -> None:
 
 
 def test_weights_changed_by_hand_are_kept(off: Offload) -> None:
-    model_alone, optimizer_alone = made()
-    for step in range(WATCHED + 4):
-        take(model_alone, optimizer_alone, step)
+    model_alone, optimizer_alone = trained_alone(WATCHED + 4)
     with off.whole():
         for parameter in off.model.parameters():
             parameter.data.mul_(0.5)
@@ -285,9 +300,7 @@ def test_weights_changed_by_hand_are_kept(off: Offload) -> None:
 
 
 def test_whoever_touches_what_is_away_has_it_brought(off: Offload) -> None:
-    model_alone, optimizer_alone = made()
-    for step in range(WATCHED + 4):
-        take(model_alone, optimizer_alone, step)
+    model_alone, optimizer_alone = trained_alone(WATCHED + 4)
     pairs = list(zip(off.model.parameters(), model_alone.parameters(), strict=True))
     pairs += [
         (state[key], optimizer_alone.state[theirs][key])
@@ -303,9 +316,7 @@ def test_whoever_touches_what_is_away_has_it_brought(off: Offload) -> None:
 
 def test_a_norm_that_is_logged_now_and_then_is_right(off: Offload) -> None:
     """Not in the step that was profiled, and in the middle of one that follows the plan."""
-    model_alone, optimizer_alone = made()
-    for step in range(WATCHED + 5):
-        take(model_alone, optimizer_alone, step)
+    model_alone, _ = trained_alone(WATCHED + 5)
     with off.step():
         take(off.model, off.optimizer, WATCHED + 4)
         norms = [float(parameter.detach().norm()) for parameter in off.model.parameters()]
@@ -375,12 +386,10 @@ def test_weights_that_are_replaced_are_the_new_ones(off: Offload) -> None:
 
 # --- steps that are not like the others ------------------------------------------------------------------------------
 def test_another_batch_size_is_computed_rightly_and_followed_soon(off: Offload) -> None:
-    model_alone, optimizer_alone = made()
-    for step in range(WATCHED + 4):
-        take(model_alone, optimizer_alone, step)
+    model_alone, optimizer_alone = trained_alone(WATCHED + 4)
     seen = len(off.steps)
     for step in range(WATCHED + 4, WATCHED + 7):  # one other shape, then the old one again
-        rows = 64 if step == WATCHED + 4 else ROWS
+        rows = ROWS // 4 if step == WATCHED + 4 else ROWS
         with off.step():
             found = take(off.model, off.optimizer, step, rows)
         assert found == take(model_alone, optimizer_alone, step, rows)
@@ -469,7 +478,7 @@ def test_a_saved_tensor_that_is_written_is_refused_as_torch_does(disk: DiskTier)
 # --- what cannot be done ---------------------------------------------------------------------------------------------
 def test_a_budget_below_the_largest_operator_is_refused_by_name(disk: DiskTier) -> None:
     model, optimizer = made()
-    with Offload(model, optimizer, budget="1MiB", tiers=[disk], **SMALL) as off:
+    with Offload(model, optimizer, budget="256KiB", tiers=[disk], **SMALL) as off:
         with pytest.raises(Invalid, match=r"operator \d+ \(.*\) uses [\d,]+ bytes at once"):
             trained(off, WATCHED)
 

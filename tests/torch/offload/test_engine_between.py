@@ -262,8 +262,8 @@ def test_two_models_that_are_trained_in_turns(tmp_path: Path) -> None:
     (generator, first), (critic, second) = pair()
     found = []
     with (
-        Offload(generator, first, budget="10MiB", tiers=[DiskTier([tmp_path], "128MiB")], **SMALL) as one,
-        Offload(critic, second, budget="10MiB", tiers=[DiskTier([tmp_path], "128MiB")], **SMALL) as other,
+        Offload(generator, first, budget="2560KiB", tiers=[DiskTier([tmp_path], "128MiB")], **SMALL) as one,
+        Offload(critic, second, budget="2560KiB", tiers=[DiskTier([tmp_path], "128MiB")], **SMALL) as other,
     ):
         for step in range(STEPS):
             with other.step():

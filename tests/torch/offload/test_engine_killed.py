@@ -23,9 +23,9 @@ from tests.torch.offload.programs import left
 from tests.torch.offload.test_engine import SMALL, WATCHED, made, take
 
 STEPS, SAVED_EVERY, KILLS = 33, 3, 3
-BLOCKS, BUDGET = 2, "7MiB"  # of 10 and a half
-MOVED_BYTES_MIN = 1 << 20
-DISK_BYTES_S = 100e6  # so that for much of a step something is under way to the disk or from there
+BLOCKS, BUDGET = 2, "1792KiB"  # of 2688
+MOVED_BYTES_MIN = 1 << 18
+DISK_BYTES_S = 25e6  # so that for much of a step something is under way to the disk or from there
 
 
 # --- the process -----------------------------------------------------------------------------------------------------

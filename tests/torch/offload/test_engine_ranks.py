@@ -16,20 +16,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from forebay.offload import DiskTier, HostTier, Offload
 from tests.torch.offload.programs import FEW, budget_of, kinds_moved, left, run, times_of_a_table, told, without_state
-from tests.torch.offload.test_engine import SMALL, WATCHED, batch, made
+from tests.torch.offload.test_engine import ROWS, SMALL, WATCHED, batch, made
 
 WORLD, STEPS, SHARE = 2, WATCHED + 4, 0.75
 Ranks = Callable[..., list[dict[str, Any]]]
 
 
-def loss_of(model: Any, step: int, rows: int = 128) -> Any:
+def loss_of(model: Any, step: int, rows: int = ROWS // 2) -> Any:
     """Each rank has its own batches."""
     x, y = batch(WORLD * step + distributed.get_rank(), rows)
     return functional.cross_entropy(model(x), y)
 
 
 def wrapped(**settings: Any) -> tuple[Any, Any]:
-    model = DistributedDataParallel(made()[0], bucket_cap_mb=2, **settings)
+    model = DistributedDataParallel(made()[0], bucket_cap_mb=0.5, **settings)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 

@@ -68,7 +68,7 @@ def test_a_state_is_saved_and_loaded_within_the_budget(tmp_path: Path, share: fl
     model, optimizer = made()
     expected = [told(take(model, optimizer, step)) for step in range(WATCHED + 2 * STEPS)]
     left_alone = dict(left(model, optimizer))
-    budget = int(share * state_bytes()) + (4 << 20)
+    budget = int(share * state_bytes()) + (1 << 20)
     model, optimizer = made()
     with offloaded(tmp_path / "one", model, optimizer, budget) as off:
         trained(off, WATCHED + STEPS)

@@ -43,7 +43,7 @@ from tests.torch.offload.programs import (
     told,
     without_state,
 )
-from tests.torch.offload.test_engine import SMALL, WATCHED, WIDTH, batch, made
+from tests.torch.offload.test_engine import ROWS, SMALL, WATCHED, WIDTH, batch, made
 
 Make = Callable[[], tuple[Any, Any]]
 
@@ -403,15 +403,15 @@ def test_a_larger_batch_in_a_dictionary_is_seen(tmp_path: Path) -> None:
 
     model = OfDictionaries()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with Offload(model, optimizer, budget="22MiB", tiers=[DiskTier([tmp_path], "64MiB")], **SMALL) as off:
+    with Offload(model, optimizer, budget="5632KiB", tiers=[DiskTier([tmp_path], "64MiB")], **SMALL) as off:
         for step in range(3):
             with off.step():
-                take(64, step)
+                take(ROWS // 4, step)
         assert off.choice is not None
         assert not off.choice.plan.moves, "it all fits"
         for step in range(WATCHED + 2):
             with off.step():
-                take(1024, step)
+                take(4 * ROWS, step)
         assert off.report().moves
 
 
@@ -447,7 +447,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, how: dict[str, Any], tol
 
 def test_a_step_in_which_nothing_is_done_is_not_the_profiled_one(tmp_path: Path) -> None:
     model, optimizer = made()
-    with Offload(model, optimizer, budget="14MiB", tiers=[DiskTier([tmp_path], "64MiB")], **SMALL) as off:
+    with Offload(model, optimizer, budget="3584KiB", tiers=[DiskTier([tmp_path], "64MiB")], **SMALL) as off:
         for step in range(STEPS):
             with off.step():
                 if step not in (1, 2):

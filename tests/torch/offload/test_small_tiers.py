@@ -74,7 +74,7 @@ def test_training_beside_a_tier_that_is_too_small_is_the_same(tmp_path: Path) ->
     budget = budget_of(made, plain, 0.75)
     torch.manual_seed(11)
     model, optimizer = made()
-    tiers = [HostTier("256KiB"), DiskTier([tmp_path], "64MiB")]
+    tiers = [HostTier("64KiB"), DiskTier([tmp_path], "64MiB")]
     found = []
     with times_of_a_table(), Offload(model, optimizer, budget=budget, tiers=tiers, **SMALL) as off:
         for step in range(STEPS):
@@ -91,8 +91,8 @@ def test_a_tier_that_is_too_small_for_the_budget_is_refused_when_that_is_known()
     """Once a step was profiled: what has to leave does not fit in there, so that no plan keeps the budget."""
     budget = budget_of(made, plain, 0.75)
     model, optimizer = made()
-    with times_of_a_table(), Offload(model, optimizer, budget=budget, tiers=[HostTier("256KiB")], **SMALL) as off:
+    with times_of_a_table(), Offload(model, optimizer, budget=budget, tiers=[HostTier("64KiB")], **SMALL) as off:
         with off.step():
             plain(model, optimizer, 0)
-        with pytest.raises(Invalid, match="there is room for 262,144: give larger tiers"), off.step():
+        with pytest.raises(Invalid, match="there is room for 65,536: give larger tiers"), off.step():
             plain(model, optimizer, 1)
