@@ -15,8 +15,9 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from forebay.sim.scale import scale
 

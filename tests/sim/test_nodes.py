@@ -5,7 +5,7 @@ import re
 import pytest
 
 from forebay.sim.home_plants import PLANTS
-from tests.sim.test_stories import told
+from tests.sim.test_stories import BROKEN_PLANT, told
 
 # Of those that few stories find: where one is not far. The others are looked for from 2 on, where more goes wrong.
 NEAR = {"clear": 3, "covered": 5, "lease": 142, "unsent": 42}
@@ -37,6 +37,7 @@ def test_a_planted_bug_is_found(bug: str) -> None:
     run = told("--nodes", "--seed", str(NEAR.get(bug, 2)), "--seeds", "60", "--plant", bug)
     assert run.returncode == 1, run.stdout[-3000:] + run.stderr
     assert re.search(r"^FOUND ", run.stdout, re.MULTILINE), run.stderr
+    assert not re.search(BROKEN_PLANT, run.stdout), run.stdout[-3000:]
     assert "--nodes --seed" in run.stdout
     assert f"--plant {bug}" in run.stdout
 

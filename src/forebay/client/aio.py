@@ -15,6 +15,7 @@ client belongs to the loop that it was first used on.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -23,11 +24,21 @@ from typing import TypeVar
 
 from forebay.client import batchflow, flows, members
 from forebay.client.calling import Calling, Fields
-from forebay.client.connection import CUT, Collected, Stale, copy_into, keep_alive, watch_closely
+from forebay.client.connection import (
+    CUT,
+    Collected,
+    CutOff,
+    Stale,
+    copy_into,
+    cut_after,
+    keep_alive,
+    watch_closely,
+)
 from forebay.client.hinting import HintsAsync
 from forebay.client.listing import listing
 from forebay.client.many import Many
 from forebay.client.members import Members
+from forebay.client.resuming import may_begin_again
 from forebay.client.sinks import IntoBuffer
 from forebay.client.stripes import VERSIONS_MAX, Piece, Striped, changing
 from forebay.client.upload import Data, PutOptions, put_data
@@ -171,12 +182,14 @@ class _Connection:
                 data = await self._within(self._reader.read(most))
             except ConnectionError:
                 data = b""
+            except TimeoutError as error:
+                if error.errno != errno.ETIMEDOUT:  # else the kernel's word: nobody acknowledges
+                    raise
+                data = b""
             if not data:
                 if head.length is None and chunks is None:
                     break
-                raise Unavailable(
-                    f"the answer was cut after {done} bytes: see the node's log, then try again", code=CUT
-                )
+                raise CutOff(cut_after(done, head.length), Response(head.status, head.headers), sink, done)
             data = data if chunks is None else chunks.feed(data)
             copy_into(data, sink)
             done += len(data)
@@ -296,13 +309,11 @@ class Client:
 
     async def _of_object(self, request: Request) -> Response:
         for _ in range(VERSIONS_MAX):
-            answer = await self.run(self._calling.owners.asked(request))
-            if isinstance(answer, Response):
-                return answer
             try:
-                return await self._gathered(answer)
+                answer = await self.run(self._calling.owners.asked(request))
+                return answer if isinstance(answer, Response) else await self._gathered(answer)
             except Precondition:
-                if not answer.may_begin_again:
+                if not may_begin_again(request):
                     raise
         raise changing("/".join(request.of or ()))
 

@@ -9,7 +9,8 @@ sent, it is read and the connection closed.
 
 Errors. If a kept connection fails before the first byte of an answer, the node had closed it: that is `Stale`, and a
 request that is safe to repeat may be sent again on a new connection. Anything later is an error of the request: half an
-answer is never mixed with another.
+answer is never mixed with another. An error in the middle of a body says what has come (`CutOff`), so that the rest of
+the same version can be asked for (`resuming.py`).
 
 Invariants. (1) After an error the connection is closed. (2) It is reusable only if the last body was read to its end
 and nothing follows it.
@@ -59,6 +60,22 @@ CUT = "Cut"  # the code of the error for a connection that ended before the whol
 
 class Stale(Exception):
     """A kept connection turned out closed before it answered anything."""
+
+
+class CutOff(Unavailable):
+    """The connection ended in the middle of a body. The first `done_bytes` of what `response` announced are in `sink`,
+    which takes more. Any other error with the code CUT was raised before the sink heard of an answer."""
+
+    def __init__(self, message: str, response: Response, sink: Sink, done_bytes: int) -> None:
+        super().__init__(message, code=CUT)
+        self.response, self.sink, self.done_bytes = response, sink, done_bytes
+
+    def __reduce__(self) -> tuple[type[Unavailable], tuple[str], dict[str, str]]:
+        return Unavailable, (self.message,), {"code": CUT}  # another process has no use for the sink
+
+    @property
+    def kind(self) -> str:
+        return "Unavailable"
 
 
 def parse_url(url: str) -> Endpoint:
@@ -297,7 +314,7 @@ class Connection:
     def _pour(self, head: Head, data: bytes, sink: Sink) -> int:
         """The body into `sink`; its size."""
         if head.chunked:
-            return self._pour_chunks(data, sink)
+            return self._pour_chunks(head, data, sink)
         length = head.length
         if length is not None and len(data) > length:
             raise Corrupt("the answer is longer than its Content-Length says: check what listens at this URL")
@@ -306,21 +323,22 @@ class Connection:
             view = sink.buffer()
             if length is not None and len(view) > length - done:
                 view = view[: length - done]
-            size = self._receive_into(view)
+            try:
+                size = self._receive_into(view)
+            except Unavailable as error:
+                if length is None or error.code != CUT:
+                    raise
+                raise CutOff(error.message, Response(head.status, head.headers), sink, done) from None
             if not size:
                 if length is None:
                     return done
-                raise Unavailable(
-                    f"the answer was cut after {done} of {length} bytes: see the node's log (a fetch that fails midway "
-                    "ends like this), then try again",
-                    code=CUT,
-                )
+                raise CutOff(cut_after(done, length), Response(head.status, head.headers), sink, done)
             sink.wrote(size)
             done += size
         self.reusable = True
         return done
 
-    def _pour_chunks(self, data: bytes, sink: Sink) -> int:
+    def _pour_chunks(self, head: Head, data: bytes, sink: Sink) -> int:
         chunks, done = Chunks(), 0
         while True:
             done += copy_into(chunks.feed(data), sink)
@@ -337,9 +355,7 @@ class Connection:
                 more = size > 0
             data = self._receive() if more else b""
             if not data:
-                raise Unavailable(
-                    f"the answer was cut after {done} bytes: see the node's log, then try again", code=CUT
-                )
+                raise CutOff(cut_after(done), Response(head.status, head.headers), sink, done)
 
     def _collect(self, head: Head, data: bytes) -> bytes:
         if head.length is not None and not head.chunked and len(data) == head.length:
@@ -395,6 +411,15 @@ def copy_into(data: bytes | memoryview, sink: Sink) -> int:
         sink.wrote(size)
         position += size
     return position
+
+
+def cut_after(done_bytes: int, size_bytes: int | None = None) -> str:
+    """What is said of a body that was cut."""
+    whole = "" if size_bytes is None else f" of {size_bytes}"
+    return (
+        f"the answer was cut after {done_bytes}{whole} bytes: see the node's log (a fetch that fails midway ends like "
+        "this), then try again"
+    )
 
 
 def default_trust() -> ssl.SSLContext:

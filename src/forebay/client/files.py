@@ -5,7 +5,7 @@ version or the read fails with `Precondition`. On the node's host it reads from 
 it keeps one GET open where the last read ended, so a file that is read from end to end is one request, and the kernel
 and the node read ahead. After a seek it requests exactly the ranges asked for, until reading goes on from there. A
 short way forward is read and thrown away. The node ends an answer whose reader rests for a minute; the reader then
-requests the rest, once.
+requests the rest, as of any answer that is cut (`resuming.py`).
 
 Writing. Written bytes wait in memory, and from SPOOL_BYTES on in a temporary file. `close` makes them the object. A
 `with` that ends by an error, `abort`, and a writer that is dropped unclosed write nothing.
@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from forebay.client import flows
 from forebay.client.connection import CUT
 from forebay.client.door import Found
+from forebay.client.resuming import Cuts
 from forebay.client.upload import PutOptions, put_file
 from forebay.core import limits
 from forebay.core.errors import Closed, Invalid, Precondition, Unavailable
@@ -249,8 +250,21 @@ class ObjectReader(io.RawIOBase):
                 return self._fill_once(view)
         elif self._position != self._sequential_at:
             return self._fill_once(view)
-        self._stream = _Stream(self._client, self.bucket, self.key, self._position, self.etag, self.size)
-        return self._take(self._stream, view)
+        return self._fill_anew(view)
+
+    def _fill_anew(self, view: memoryview) -> int:
+        """Bytes from an answer that begins where we are."""
+        cuts = Cuts()
+        while True:
+            try:
+                self._stream = _Stream(self._client, self.bucket, self.key, self._position, self.etag, self.size)
+                return self._take(self._stream, view)
+            except Unavailable as error:
+                if self._stream is not None:
+                    self._stream.close()
+                    self._stream = None
+                if error.code != CUT or not cuts.go_on(self._position):
+                    raise
 
     def _take(self, stream: _Stream, view: memoryview) -> int:
         size = stream.readinto(view)

@@ -15,16 +15,18 @@ tells hints reads at the node that hears them.
 Rejected: redirects (a round trip for each object); the map in every answer's head (bytes in each, for what changes once
 a day); asking at the first object (a program that reads one would pay a round trip for nothing).
 
-Invariants. (1) A read never fails because of an owner, unless bytes have come: then it is as with any node. (2) What a
-client sends with a request (a token) goes to no other scheme than its URL's.
+Invariants. (1) A read never fails because of an owner, unless it breaks off bytes that name no version and somebody has
+seen. (2) What a client sends with a request (a token) goes to no other scheme than its URL's. (3) What an owner or the
+own node breaks off is gone on with at the own node (`resuming.py`).
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from forebay.client.connection import parse_url
+from forebay.client.connection import CUT, CutOff, parse_url
 from forebay.client.flows import Flow, decoded
+from forebay.client.resuming import answered, can_go_on, gone_on
 from forebay.client.stripes import Large, Measuring, Striped, head_of, span
 from forebay.core.errors import ForebayError, Invalid, Unavailable
 from forebay.core.limits import STRIPE_BYTES
@@ -79,7 +81,7 @@ class Owners:
             self._written.add(bucket)
             return (yield plain)
         if self._here.base:  # behind a proxy nodes have other addresses than in the map
-            return (yield plain)
+            return (yield from answered(plain))
         if self._left:
             self._left -= 1
         else:
@@ -107,7 +109,7 @@ class Owners:
             if self.is_spread(bucket):
                 self._large = {**dict(list(self._large.items())[-LARGE_MAX:]), request.of: None}
                 return Striped(self, request, large.response)
-        return (yield plain)
+        return (yield from answered(plain))
 
     def _at(self, plain: Request, owner: Endpoint | None, *, may_repeat: bool = True) -> Flow[Response]:
         """The answer of an owner, or of the client's own node. `may_repeat`: also after bytes have come."""
@@ -116,12 +118,14 @@ class Owners:
                 response = yield plain._replace(at=owner)
             except Unavailable as error:
                 self.failed(owner)
-                if not may_repeat and error.code != "NoNode":
+                if isinstance(error, CutOff) and can_go_on(plain, error):
+                    return (yield from gone_on(plain, error))
+                if not may_repeat and (isinstance(error, CutOff) or error.code not in ("NoNode", CUT)):
                     raise
             else:
                 if self.answered(owner, response):
                     return response
-        return (yield plain)
+        return (yield from answered(plain))
 
     def _head(self, request: Request, start: int, end: int | None) -> Flow[Response | None]:
         """The head of the answer to a GET, of who is asked first."""

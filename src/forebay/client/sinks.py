@@ -30,6 +30,7 @@ class IntoBuffer:
 
     def begin(self, response: Response) -> None:
         """`Invalid` if the body is known to be longer than the buffer."""
+        self._position = 0  # it may begin again, with another version
         length = int(response.headers.get("content-length", "0"))
         if length > len(self._view):
             raise Invalid(f"the buffer holds {len(self._view)} bytes and the body has {length}: pass a larger one")

@@ -2,7 +2,8 @@
 
 Theory. The head of an answer says what the object is: its size and ETag. Everything else is asked for with that ETag as
 If-Match, stripe by stripe, of whoever holds the stripe (`owners.py`). So all bytes are of one version, whichever node
-gives them. What an owner does not give, or the rest of it, the client's own node gives. Only its word fails a read.
+gives them. What an owner does not give, or the rest of it, the client's own node gives. Only its word fails a read; an
+answer of its own that is cut is gone on with (`resuming.py`).
 
 A body that goes to memory is received where it belongs, in whatever order: each owner has a lane of its own, in which
 CLIENT_LANE_STRIPES are under way, so that no link waits for another. One that must be in order waits in memory for what
@@ -23,7 +24,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from forebay.client import flows
-from forebay.client.connection import Collected, copy_into
+from forebay.client.connection import CUT, Collected, copy_into
+from forebay.client.resuming import Cuts, is_pinned
 from forebay.client.sinks import IntoBuffer
 from forebay.core.errors import Busy, Closed, Corrupt, Unavailable
 from forebay.core.limits import STRIPE_BYTES
@@ -68,11 +70,6 @@ class Measuring:
     def body(self) -> bytes:
         """What was collected, if there was no sink."""
         return self._into.value() if isinstance(self._into, Collected) and self._sink is None else b""
-
-
-def is_pinned(response: Response) -> bool:
-    """Whether the answer names its version in a way that If-Match can ask for."""
-    return response.headers.get("etag", "").startswith('"')
 
 
 def span(request: Request) -> tuple[int, int | None] | None:
@@ -177,10 +174,16 @@ class Striped:
                 self._owners.failed(owner)
             else:
                 self._owners.answered(owner, response)
-        if into.done_bytes < len(piece.room):
-            response = yield self._of(piece, into)
-            if not response.ok:
-                raise flows.raised(response, self.name)
+        cuts = Cuts()
+        while into.done_bytes < len(piece.room):
+            try:
+                response = yield self._of(piece, into)
+            except Unavailable as error:
+                if error.code != CUT or not cuts.go_on(into.done_bytes):
+                    raise
+            else:
+                if not response.ok:
+                    raise flows.raised(response, self.name)
 
     def _of(self, piece: Piece, into: _Into) -> Request:
         wanted = f"bytes={piece.start + into.done_bytes}-{piece.end - 1}"
@@ -190,11 +193,6 @@ class Striped:
         """The piece was read, and so were those before it."""
         if self._whole is None:
             copy_into(piece.room, self._sink)
-
-    @property
-    def may_begin_again(self) -> bool:
-        """Whether nobody saw a byte, and any version will do."""
-        return self._whole is not None and not any(name == "If-Match" for name, _ in self._request.headers)
 
     def stop(self) -> None:
         """Take no more bytes."""

@@ -7,6 +7,7 @@ worker.
 
 Retry. A request is sent again only if it was certainly not heard: once, when a kept connection turns out closed before
 any byte of an answer (`Stale`), and only if repeating is safe. Before any other request a kept connection is tested.
+Of an object's bytes that were cut the rest is asked for (`resuming.py`).
 
 Invariants. (1) A connection is in the pool or used by one thread, never both. (2) A connection whose answer was not
 read to its end never returns to the pool.
@@ -34,6 +35,7 @@ from forebay.client.hinting import Hints
 from forebay.client.listing import listing
 from forebay.client.many import Many
 from forebay.client.members import Members
+from forebay.client.resuming import may_begin_again
 from forebay.client.shared import SharedMemory
 from forebay.client.sinks import IntoBuffer, IntoFd
 from forebay.client.stripes import VERSIONS_MAX, Piece, Striped, changing
@@ -208,13 +210,11 @@ class Client:
 
     def _of_object(self, request: Request) -> Response:
         for _ in range(VERSIONS_MAX):
-            answer = self.run(self._calling.owners.asked(request))
-            if isinstance(answer, Response):
-                return answer
             try:
-                return self._gathered(answer)
+                answer = self.run(self._calling.owners.asked(request))
+                return answer if isinstance(answer, Response) else self._gathered(answer)
             except Precondition:
-                if not answer.may_begin_again:
+                if not may_begin_again(request):
                     raise
         raise changing("/".join(request.of or ()))
 

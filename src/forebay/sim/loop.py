@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import select
 import selectors
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import Executor
 from typing import Any
 
@@ -61,10 +62,6 @@ class _Selector(selectors.EpollSelector):
         self._order[key.fd] = self._count
         return key
 
-    def pending(self) -> bool:
-        """Whether a socket is ready."""
-        return bool(super().select(0))
-
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self.turn()
         ready = super().select(0)
@@ -77,6 +74,24 @@ class _Selector(selectors.EpollSelector):
         if timeout > 0:
             self._clock.now_s += timeout
         return ready
+
+
+class ReadySockets:
+    """Which of several loops have a socket that is ready: one question to the kernel, not one a loop."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+
+    def watch(self, loop: VirtualLoop) -> None:
+        """From now on, until it is abandoned."""
+        self._epoll.register(loop._selector.fileno(), select.EPOLLIN)
+
+    def look(self) -> Container[int]:
+        """For `VirtualLoop.next_s`."""
+        return [fd for fd, _ in self._epoll.poll(0)]
+
+    def close(self) -> None:
+        self._epoll.close()
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -120,9 +135,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return asyncio.wrap_future(executor.submit(func, *args), loop=self)
 
     # --- beside other loops ------------------------------------------------------------------------------------------
-    def next_s(self) -> float:
-        """When something is to be done here next: now, at a timer's time, or never (infinity)."""
-        if self._ready or self._selector.pending():
+    def next_s(self, ready: Container[int]) -> float:
+        """When something is to be done here next: now, at a timer's time, or never (infinity). `ready` is what
+        `ReadySockets` said."""
+        if self._ready or self._selector.fileno() in ready:
             return self._world_clock.now_s
         while self._scheduled and self._scheduled[0]._cancelled:
             heapq.heappop(self._scheduled)._scheduled = False

@@ -26,7 +26,7 @@ import contextlib
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Container, Coroutine
 from random import Random
 from typing import Any
 
@@ -44,7 +44,7 @@ from forebay.sim.clients import Board, Client, Judge, Place
 from forebay.sim.doors import Listener, empty, open_doors
 from forebay.sim.host import Host, Hosts
 from forebay.sim.life import Life
-from forebay.sim.loop import Killed, VirtualLoop
+from forebay.sim.loop import Killed, ReadySockets, VirtualLoop
 from forebay.sim.network import STORE, AgreedFar, Network
 from forebay.sim.pools import SimThreads
 from forebay.sim.story import SIZES
@@ -180,6 +180,8 @@ class Nodes(World):
         with doors, self.hosts.installed(), self.network.installed(self._store), watched_retries(self.problems.append):
             self.threads.of[id(self.beyond)] = self._pools
             self._loop = VirtualLoop(self.clock, lambda: self._pools.pool(8, ""), lambda: False, alone=False)
+            self._sockets = ReadySockets()
+            self._sockets.watch(self._loop)
             self._loop.set_exception_handler(lambda _, context: self.broke(context))
             self._pools.loop = self._loop
             try:
@@ -189,6 +191,7 @@ class Nodes(World):
                     self._bury(node, "end")
                 self.graves += [list(asyncio.all_tasks(self._loop)), self._loop]
                 self._loop.abandon()
+                self._sockets.close()
                 for node in self.nodes:
                     self.hosts.current = node.host
                     node.host.dead = True
@@ -204,12 +207,12 @@ class Nodes(World):
         while not told.done():
             self._turns += 1
             assert self._turns < TURNS_MAX, "this story does not come to an end"
-            now_s, next_s = self.clock.now_s, float("inf")
+            now_s, next_s, ready = self.clock.now_s, float("inf"), self._sockets.look()
             due: list[Node | None] = []
             for node in (None, *self.nodes):
                 if node is not None and node.life is None:
                     continue
-                at_s = self._loop.next_s() if node is None else self._next_s(node)
+                at_s = self._loop.next_s(ready) if node is None else self._next_s(node, ready)
                 if at_s <= now_s:
                     due.append(node)
                 else:
@@ -221,9 +224,9 @@ class Nodes(World):
             self._turn(due[0] if len(due) == 1 else self.timing.choice(due))
         told.result()
 
-    def _next_s(self, node: Node) -> float:
+    def _next_s(self, node: Node, ready: Container[int]) -> float:
         assert node.life is not None
-        return max(node.paused_until_s, node.life.loop.next_s())
+        return max(node.paused_until_s, node.life.loop.next_s(ready))
 
     def _turn(self, node: Node | None) -> None:
         if node is None:
@@ -270,6 +273,7 @@ class Nodes(World):
                 lambda: node.host.dead,
                 alone=False,
             )
+            self._sockets.watch(node.life.loop)
             node.life.loop.create_task(self._start(node, node.life))
         finally:
             self.hosts.current = self.beyond

@@ -6,7 +6,6 @@ Theory. Each changes one function of the product the way a tired programmer migh
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -93,7 +92,7 @@ def _flush() -> list[Patch]:
     real = flush.Queue._ended
 
     def ended(self: flush.Queue, event: flush.Ended) -> None:
-        real(self, dataclasses.replace(event, seq=1 << 60))
+        real(self, msgspec.structs.replace(event, seq=1 << 60))
 
     return [(flush.Queue, "_ended", ended)]
 

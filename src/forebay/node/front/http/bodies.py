@@ -236,7 +236,7 @@ class Incoming:
         except Late:
             raise stalled(os.path.dirname(os.path.dirname(path)), "a body") from None
         except OSError as error:
-            raise _no_room(str(error)) from None
+            raise _no_room(error.strerror or str(error)) from None
         self.path = path
         self._block = xxhash.xxh3_64()
         kept, self._body = self._body, None
