@@ -56,7 +56,8 @@ class FakeNode:
             calls.VolumeState("v0", "/var/lib/forebay/v0", "ok", 1 << 40, 3 << 30, 12)
         ]
         self.snapshots: list[Snapshot] = [Snapshot()]
-        self.cut_after: int | None = None  # close the connection after so many bytes of a body
+        self.cut_after: int | None = None  # close the connection where so many bytes of an object are sent
+        self.cuts: list[int] = []  # the same for the next answers, one each; -1 is before the answer
         self.on_body: Callable[[str, int], None] = lambda _key, _done: None
         self.answer_raw: bytes | None = None  # instead of anything HTTP
         self.fail_next: list[ForebayError] = []
@@ -357,10 +358,14 @@ class _Handler(BaseHTTPRequestHandler):
         body = data[start:end]
         if self.command == "GET":
             node.cached[bucket, key] = len(data)
-        if node.cut_after is not None and self.command == "GET":
-            self._answer(status, body[: node.cut_after], headers, len(body))
+        cut_after = node.cuts.pop(0) if node.cuts and self.command == "GET" else node.cut_after
+        if cut_after == -1:
+            self.close_connection = True
+            return
+        if cut_after is not None and self.command == "GET":
+            self._answer(status, body[: max(0, cut_after - start)], headers, len(body))
             self.wfile.flush()
-            node.on_body(key, node.cut_after)
+            node.on_body(key, cut_after)
             self.close_connection = True
             return
         self._answer(status, body, headers)

@@ -136,7 +136,7 @@ def test_no_node_says_how_to_get_one(free_port: int) -> None:
 )
 def test_what_is_not_a_whole_answer_is_an_error(answer: bytes, kind: type[Exception], words: str) -> None:
     with listener(answer) as url, Client(url) as client, pytest.raises(kind, match=words):
-        client.get("corpus", "a")
+        client.status()
 
 
 @pytest.mark.parametrize("part", [b"HTTP/1.1 200 OK\r\nContent-Le", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nab"])
@@ -157,7 +157,7 @@ def test_a_connection_that_is_reset_within_an_answer_is_an_error(part: bytes) ->
     with Client(f"http://127.0.0.1:{server.getsockname()[1]}") as client:
         threading.Timer(0.2, arrived.set).start()
         with pytest.raises(Unavailable, match=r"middle of an answer|cut after 2 of 9"):
-            client.get("corpus", "a")
+            client.status()
     thread.join(90)
     server.close()
 
@@ -191,14 +191,6 @@ def test_a_kept_connection_that_died_is_replaced_without_a_word(node: FakeNode, 
     assert client.start_job("prefetch", "corpus").state == "done", "also for what may not be sent twice"
     assert len(node.requests("POST")) == 1
     assert node.connections == 3
-
-
-def test_a_connection_that_dies_within_an_answer_is_not_replaced(node: FakeNode, client: Client) -> None:
-    node.objects["corpus"]["a"] = b"x" * 1000
-    node.cut_after = 10
-    with pytest.raises(Unavailable, match="cut after 10 of 1000"):
-        client.get("corpus", "a")
-    assert len(node.requests("GET")) == 1
 
 
 def test_listings_come_page_by_page(node: FakeNode, client: Client) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from forebay.aio import connect as connect_async
 from forebay.client import sync
+from forebay.client.connection import CUT
+from forebay.client.resuming import CUTS_MAX
 from forebay.client.stripes import Striped
 from forebay.core.errors import Unavailable
 from forebay.core.limits import CLIENT_LANE_STRIPES, MIB, STRIPE_BYTES
@@ -69,6 +71,33 @@ def client(monkeypatch: pytest.MonkeyPatch) -> sync.Client:
 
 def is_right(body: bytes) -> bool:
     return len(body) == SIZE and all(body[at] == body[at + MIB - 1] == byte_at(at) for at in range(0, SIZE, MIB))
+
+
+@pytest.mark.parametrize("times", [1, CUTS_MAX, CUTS_MAX + 1])
+def test_a_stripe_that_the_own_node_breaks_off_is_gone_on_with(
+    client: sync.Client, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    asked: list[str] = []
+
+    def one(request: Request) -> Response:
+        wanted = dict(request.headers)["Range"]
+        if request.at is None and wanted.endswith(f"-{4 * STRIPE_BYTES - 1}"):  # the fourth stripe
+            asked.append(wanted)
+            if len(asked) <= times:
+                assert request.sink is not None
+                request.sink.buffer()[:10] = bytes([byte_at(3 * STRIPE_BYTES)]) * 10
+                request.sink.wrote(10)
+                raise Unavailable("cut", code=CUT)
+        return answer(request)
+
+    monkeypatch.setattr(client, "send", one)
+    if times > CUTS_MAX:
+        with pytest.raises(Unavailable, match="cut"):
+            client._gathered(begun())
+    else:
+        assert is_right(client._gathered(begun()).body)
+    wanted = [f"bytes={3 * STRIPE_BYTES + 10 * n}-{4 * STRIPE_BYTES - 1}" for n in range(CUTS_MAX + 1)]
+    assert asked == wanted[: times + 1]
 
 
 def test_each_owner_has_a_lane() -> None:

@@ -179,6 +179,22 @@ def test_an_owner_that_dies_fails_no_read_and_is_tried_again(nodes: Nodes, clien
     second.__enter__()
 
 
+def test_what_an_owner_breaks_off_is_gone_on_with_at_the_own_node(nodes: Nodes, client: Client) -> None:
+    """Also where somebody has seen bytes: no byte comes twice."""
+    read_all(client)
+    second = nodes.owned(KEYS)[1][0]
+    nodes.asked()
+    nodes.nodes[1].cuts = [10]
+    room = bytearray(1000)
+    assert client.get_into("corpus", second, room).body_bytes == len(second) * 100
+    assert room.startswith(second.encode() * 100)
+    asked = [headers.get("range", "") for node in nodes.nodes for method, _, headers in node.seen if method == "GET"]
+    assert asked == [f"bytes=10-{len(second) * 100 - 1}", ""]
+    nodes.asked()
+    client.get("corpus", second)
+    assert nodes.asked() == [[second], [], []], "it rests"
+
+
 def test_maps_are_followed(nodes: Nodes, client: Client, clock: list[float]) -> None:
     read_all(client)
     nodes.asked()
