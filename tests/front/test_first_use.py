@@ -166,6 +166,28 @@ def test_the_rest_of_a_large_object_comes_from_the_engine_where_a_block_is_wrong
     assert rest.version == "v1"
 
 
+@pytest.mark.parametrize("left_bytes", [0, 3_500_001])
+def test_the_rest_comes_from_the_engine_where_the_file_ends_while_it_is_sent(
+    node: Node, monkeypatch: pytest.MonkeyPatch, eventually: Eventually, left_bytes: int
+) -> None:
+    data = os.urandom(3 * BLOCK + 7)
+    node.put("o", data)
+    node.engine.cold["b", "o"] = Cold(data)
+    prove = LeasedFile.prove
+
+    def proved(file: LeasedFile, start: int, end: int) -> bool:
+        right = prove(file, start, end)
+        os.truncate(node.data_file("o"), left_bytes)
+        return right
+
+    monkeypatch.setattr(LeasedFile, "prove", proved)
+    assert node.get("/b/o").body == data
+    (read,) = node.seen_reads("o")
+    assert read.range is not None
+    assert read.range.first == left_bytes
+    eventually(lambda: node.seen(wire.Suspect))
+
+
 def test_what_the_engine_landed_counts_as_compared_as_far_as_whole_blocks_were_seen() -> None:
     record = Record(7, 3 * BLOCK + 5, "v", "e", 0.0, 0.0, b"", complete=True)
     seen = {

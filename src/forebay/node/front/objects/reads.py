@@ -301,7 +301,7 @@ class Reads:
                 file.release()
             await self._miss(exchange, bucket, key, *question)
             return
-        window_bytes = WINDOW_BLOCKS * record.block_bytes
+        begun, window_bytes = False, WINDOW_BLOCKS * record.block_bytes
         position, stop = start, (start // window_bytes + 1) * window_bytes
         self._link.touch(record.object_id, start // record.block_bytes, (end - 1) // record.block_bytes + 1)
         try:
@@ -311,13 +311,20 @@ class Reads:
             while right and position < end:
                 stop = min(stop, end)
                 following = self.compare(file, bucket, key, stop, min(stop + window_bytes, end)) if stop < end else None
-                await exchange.write_file(file.fd, position, stop - position)
+                begun = True
+                try:
+                    await exchange.write_file(file.fd, position, stop - position)
+                except FileFailed as error:
+                    self.suspect(bucket, key, record.object_id, "the file failed or ended while it was sent")
+                    self.counts.hit_bytes += stop - error.left_bytes - position
+                    position = stop - error.left_bytes
+                    break
                 self.counts.hit_bytes += stop - position
                 position, stop = stop, stop + window_bytes
                 right = following is None or await asyncio.shield(following)
         finally:
             file.release()
-        if position == start:  # nothing is said yet: there may be another version by now
+        if not begun:  # there may be another version by now
             await self._miss(exchange, bucket, key, *question)
             return
         self.counts.hits += 1
