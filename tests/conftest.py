@@ -83,9 +83,10 @@ def gcs() -> Iterator[servers.FakeGCS]:
     yield from _serve(servers.FakeGCS)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def etcd() -> Iterator[servers.EtcdCluster]:
-    """An etcd of three members. Take a namespace of your own, and bring back the members that you stop."""
+    """An etcd of three members. Take a namespace of your own, and bring back the members that you stop. Each module
+    has its own: idle it takes 7 % of a core, and a session's would for as long as other tests run."""
     yield from _serve(lambda: servers.EtcdCluster(3))
 
 
