@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from forebay.client.connection import CUT
+from forebay.client.connection import CUT, CutOff
 from forebay.client.flows import Flow, raised
 from forebay.client.many import FrameSink, Host, Many, Result
 from forebay.core import limits
@@ -98,7 +98,7 @@ def _answered(items: Sequence[Wanted], body: bytes, memory: memoryview | None) -
         except Unavailable as error:
             if error.code != CUT and not cuts:
                 raise
-            cut = error
+            cut = error.plain if isinstance(error, CutOff) else error
         answered = sink.received()
         results = results + answered if results else answered
         cold += sink.cold

@@ -70,6 +70,11 @@ class CutOff(Unavailable):
         super().__init__(message, code=CUT)
         self.response, self.sink, self.done_bytes = response, sink, done_bytes
 
+    @property
+    def plain(self) -> Unavailable:
+        """The same, for who keeps it: without what has come."""
+        return Unavailable(self.message, code=CUT)
+
     def __reduce__(self) -> tuple[type[Unavailable], tuple[str], dict[str, str]]:
         return Unavailable, (self.message,), {"code": CUT}  # another process has no use for the sink
 

@@ -63,7 +63,7 @@ from forebay.node.engine.jobs.runner import Jobs
 from forebay.node.engine.jobs.work import JobWork
 from forebay.node.engine.kept import KeptCopies
 from forebay.node.engine.leaving import Leaving
-from forebay.node.engine.peers import Peers, identity_of_peers, read_secret
+from forebay.node.engine.peers import Peers
 from forebay.node.engine.read.cold import ColdReads
 from forebay.node.engine.read.listings import Listings
 from forebay.node.engine.read.pages import Pages
@@ -81,6 +81,7 @@ from forebay.node.engine.write.through_bodies import Through
 from forebay.node.engine.write.through_streams import Streams
 from forebay.node.engine.write.uploads import UploadBook
 from forebay.node.engine.write.writes import Writes
+from forebay.node.peer_key import identity_of_peers, read_secret
 from forebay.node.settings import Settings
 from forebay.node.store.derived import Derived
 from forebay.node.store.disk.volume import Expected, Lost, StoreEvent, stalled

@@ -33,12 +33,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
-import hmac
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Coroutine
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -51,8 +48,8 @@ from forebay.backends.seam import Backend, Body
 from forebay.backends.stack import open_node
 from forebay.backends.wrap.counting import BackendCounters
 from forebay.backends.wrap.peers import Peer
-from forebay.core.access import PEER_KEY_ID, Grant, Identity
-from forebay.core.errors import ForebayError, Invalid, NotFound, Unavailable
+from forebay.core.access import PEER_KEY_ID
+from forebay.core.errors import ForebayError, NotFound, Unavailable
 from forebay.core.limits import STRIPE_BYTES
 from forebay.core.messages.calls import Uploads, UploadsCall
 from forebay.core.messages.copied import ClearCopy, CompareCopies, Copied, CopiesSaid, on_one_line
@@ -78,24 +75,6 @@ ResultT = TypeVar("ResultT")
 
 REST_S = 3.0
 GONE_REST_S = 3600.0  # of one that was drained: nobody starts it again
-KEY_CHARACTERS_MIN = 32
-NAME = "peer-nodes"
-
-
-def read_secret(path: str) -> str:
-    """The secret that nodes derive from the peer key. `Invalid` if the file cannot be used."""
-    try:
-        key = Path(path).read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise Invalid(f"--peer-key {path} cannot be read ({error}): make it with `openssl rand -hex 32`") from None
-    if len(key) < KEY_CHARACTERS_MIN:
-        raise Invalid(f"--peer-key {path} is short: make it with `openssl rand -hex 32`, the same on every node")
-    return hmac.digest(key.encode(), b"forebay peer nodes 1", hashlib.sha256).hex()
-
-
-def identity_of_peers(secret: str) -> Identity:
-    """Who the other nodes are to this one: they read and write for their clients, whom they have judged."""
-    return Identity(NAME, PEER_KEY_ID, secret, grants=(Grant("read", "*"), Grant("write", "*")))
 
 
 class Peers:

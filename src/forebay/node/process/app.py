@@ -14,7 +14,7 @@ import os
 import signal
 
 from forebay.core.errors import Invalid, Unavailable
-from forebay.node.engine.peers import read_secret
+from forebay.node.peer_key import read_secret
 from forebay.node.process import logs
 from forebay.node.process.supervisor import supervise
 from forebay.node.rotated_files import open_to_append
