@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
+
 import pytest
 
 from forebay.offload.planning import improve
+from forebay.offload.planning.choose import choose
+from forebay.offload.planning.plan import Rank
 from forebay.offload.tiers import disk_tier
 
 FEW_REPLAYS = 12
+ONE_RANK: tuple[Rank, ...] = ("area",)
 ABOUT_PLANS = ("test_improve", "test_plan")
 MEASURED_BYTES = 4 << 20
 ABOUT_DISKS = ("test_tiers", "test_tier_parts", "test_gpudirect", "test_on_a_device")
@@ -19,10 +25,12 @@ def module_of(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def few_replays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan is improved by a few replays only: that it is followed is tested, whichever it is. How good plans are is
-    tested in ABOUT_PLANS, with all replays."""
+    """A plan is chosen from those of one rank, and improved by a few replays only: that it is followed is tested,
+    whichever it is. How good plans are is tested in ABOUT_PLANS, with all ranks and replays."""
     if module_of(request) not in ABOUT_PLANS:
         monkeypatch.setattr(improve, "EVALUATIONS", FEW_REPLAYS)
+        if (engine := sys.modules.get("forebay.offload.engine")) is not None:  # not imported for those that do without
+            monkeypatch.setattr(engine, "choose", partial(choose, ranks=ONE_RANK))
 
 
 @pytest.fixture(autouse=True)

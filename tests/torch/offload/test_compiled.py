@@ -25,6 +25,8 @@ pytestmark = [
     pytest.mark.timeout(1200),  # and takes as long as the cores have for it: 20 s, or 300 where they are busy
 ]
 needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+CONFIG = {"wrap_inductor_compiled_regions": False, "compile_threads": 1}  # no pool of processes beside it
+BLOCKS = 2  # each is compiled by itself
 BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=needs_a_compiler)]
 
 Compile = Callable[[Any, str], Any]  # a module that is compiled, of one that is not
@@ -36,7 +38,7 @@ def nothing_compiled(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
     place = tmp_path_factory.getbasetemp()
     place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(place / "inductor"))
-    with torch._inductor.config.patch(wrap_inductor_compiled_regions=False):
+    with torch._inductor.config.patch(CONFIG):
         yield
     torch._dynamo.reset()
 
@@ -54,7 +56,7 @@ def of_compiled(backend: str, compiled: Compile = in_place) -> tuple[Any, Any]:
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(7)
-    model = nn.Sequential(*(compiled(Block(), backend) for _ in range(4)), nn.Linear(WIDTH, CLASSES))
+    model = nn.Sequential(*(compiled(Block(), backend) for _ in range(BLOCKS)), nn.Linear(WIDTH, CLASSES))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -89,7 +91,7 @@ def test_a_region_is_one_operator_of_the_trace() -> None:
         plain(model, optimizer, 1)
     trace = profiler.trace()
     regions = [at for at, name in enumerate(trace.operators) if name == "compiled.region"]
-    assert len(regions) == 2 * 4, "four blocks, there and back"
+    assert len(regions) == 2 * BLOCKS, "each block, there and back"
     weight = trace.tensors.index("parameter 0.up.weight")
     assert set(trace.uses(weight).tolist()) & set(regions)
     saved = next(at for at, name in enumerate(trace.tensors) if name.startswith("saved "))
@@ -108,7 +110,7 @@ def test_what_was_compiled_before_has_its_tensors_too(
     expected, expected_left = run(lambda: of_compiled("inductor"), plain, None, STEPS)
     model, optimizer = of_compiled("inductor")
     found = [told(plain(model, optimizer, step)) for step in range(2)]
-    with Offload(model, optimizer, budget="3840KiB", tiers=[DiskTier([tmp_path], "64MiB")], **SMALL) as off:
+    with Offload(model, optimizer, budget="2MiB", tiers=[DiskTier([tmp_path], "64MiB")], **SMALL) as off:
         for step in range(2, STEPS):
             with off.step():
                 found.append(told(plain(model, optimizer, step)))
@@ -124,9 +126,9 @@ def test_a_compiled_block_is_called_by_itself_between_steps(tmp_path: Path, back
     def after(model: Any, optimizer: Any, step: int) -> list[Any]:
         x, _ = batch(step)
         with torch.no_grad():
-            looked = model[1](x)
-        model[2](x).sum().backward()
-        gradient = model[2].up.weight.grad.clone()
+            looked = model[0](x)
+        model[1](x).sum().backward()
+        gradient = model[1].up.weight.grad.clone()
         optimizer.zero_grad()
         return [looked, gradient, evaluated(model, optimizer, step)]
 
@@ -151,7 +153,7 @@ def test_a_function_that_is_compiled_within_the_forward(tmp_path: Path, backend:
                 return gated(super().forward(x), x, self.weight)
 
         torch.manual_seed(5)
-        model = nn.Sequential(*(Gated() for _ in range(4)), nn.Linear(WIDTH, CLASSES))
+        model = nn.Sequential(*(Gated() for _ in range(BLOCKS)), nn.Linear(WIDTH, CLASSES))
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     compare(make, plain, tmp_path)
@@ -164,7 +166,7 @@ def test_running_numbers_that_a_region_writes(tmp_path: Path) -> None:
     def make() -> tuple[Any, Any]:
         torch._dynamo.reset()
         torch.manual_seed(5)
-        layers = [nn.Sequential(Block(), nn.BatchNorm1d(WIDTH)) for _ in range(3)]
+        layers = [nn.Sequential(Block(), nn.BatchNorm1d(WIDTH)) for _ in range(BLOCKS)]
         for layer in layers:
             layer.compile()
         model = nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
@@ -196,7 +198,7 @@ def test_a_model_compiled_as_a_whole_is_refused(tmp_path: Path, compiled: Compil
 def test_nothing_of_ours_is_left_at_a_compiled_block(tmp_path: Path) -> None:
     model, optimizer = of_compiled("eager")
     before = [block._compiled_call_impl for block in model]
-    with Offload(model, optimizer, budget="2MiB", tiers=[DiskTier([tmp_path], "64MiB")], **SMALL) as off:
+    with Offload(model, optimizer, budget="1MiB", tiers=[DiskTier([tmp_path], "64MiB")], **SMALL) as off:
         for step in range(STEPS):
             with off.step():
                 plain(model, optimizer, step)
