@@ -7,6 +7,7 @@ import base64
 import json
 import ssl
 import subprocess
+import sys
 from pathlib import Path
 from urllib.parse import parse_qs
 
@@ -478,3 +479,43 @@ def test_azure_pages_cost_one_request_each_and_any_position_is_found(azurite: se
         await backend.aclose()
 
     run(story())
+
+
+# --- descriptors -----------------------------------------------------------------------------------------------------
+WITHOUT_FILES = """
+import asyncio, os, resource
+from forebay.backends.locate import locate
+from forebay.core.errors import Unavailable
+from forebay.core.types import Bucket
+
+async def story():
+    options = {"endpoint": "http://127.0.0.1:9", "region": "us-east-1", "skip_signature": "true"}
+    backend = locate(Bucket("corpus", "s3://corpus", options=options))
+    assert backend._store is not None  # made, and never asked
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20,) * 2)
+    held = []
+    try:
+        while True:
+            held.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        pass
+    for _ in range(2):
+        try:
+            await backend.fetch("key")
+        except Unavailable as error:
+            print(error)
+        for each in held:
+            os.close(each)
+        held = []
+
+asyncio.run(story())
+"""
+
+
+def test_a_first_read_without_descriptors_is_an_error_that_says_so() -> None:
+    """obstore panics then, which is no `Exception`: whoever waited for the bytes would wait for ever."""
+    run = subprocess.run([sys.executable, "-c", WITHOUT_FILES], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    short, closed = run.stdout.splitlines()
+    assert "raise `ulimit -n`" in short
+    assert "Connection refused" in closed, "with descriptors it asks again, by itself"

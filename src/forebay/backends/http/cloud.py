@@ -32,6 +32,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
@@ -46,7 +47,17 @@ from forebay.backends.http.requests import Wire, WireFetch, bare_etag, is_condit
 from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Body, Fetch, PartSeen, UploadSeen
 from forebay.core import limits
-from forebay.core.errors import Busy, Corrupt, Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition
+from forebay.core.errors import (
+    Busy,
+    Corrupt,
+    Denied,
+    ForebayError,
+    Invalid,
+    NotFound,
+    NotSupported,
+    Precondition,
+    Unavailable,
+)
 from forebay.core.s3rules.keeping import keeping_among, kept_as
 from forebay.core.types import Headers, ListEntry, ListPage, ObjectInfo, RangeSpec, check_key
 from forebay.ports.clock import Clock
@@ -55,6 +66,7 @@ if TYPE_CHECKING:
     from obstore import GetOptions, GetResult
     from obstore.store import ObjectStore
 
+log = logging.getLogger("forebay.backends")
 ResultT = TypeVar("ResultT")
 
 WARY_S = 10.0  # far more than `Retrying` waits before the attempt that follows
@@ -217,6 +229,19 @@ class CloudReads:
         buckets, and each at every other node, anew with each map; most of them are never read there."""
         return self._open_store()
 
+    async def _get(self, full: str, options: GetOptions) -> GetResult:
+        """obstore's answer. Where it has no descriptors to begin its threads it panics: no `Exception`, so who waits
+        for the bytes would wait for ever, and it never begins them again. Then `Unavailable`, and our own requests
+        from now on."""
+        try:
+            return await obstore.get_async(self._store, full, options=options)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust; it cannot be imported
+                raise
+            self.by_wire = True
+            log.error("%s is read without obstore from now on, which is slower (%s): restart", self._wire.url, error)
+            raise Unavailable(f"{self._wire.url}: files are short: raise `ulimit -n`, and restart") from error
+
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Fetch:
         full, what = self._full(key)
         if range is not None:
@@ -272,7 +297,7 @@ class CloudReads:
                     raise  # else it may be a server without ranges, which is dealt with here
         options = _options(range if self._has_ranges else None, version, self._version_id(key))
         try:
-            result = await obstore.get_async(self._store, full, options=options)
+            result = await self._get(full, options)
         except Exception as error:
             if errors.cannot_tell(error):
                 return await self._fetch_by_wire(full, key, range, version)
@@ -290,7 +315,7 @@ class CloudReads:
     async def _fetch_whole(self, full: str, key: str, what: str, range: RangeSpec | None, version: str) -> CloudFetch:
         try:
             options = _options(None, version, self._version_id(key))
-            result = await obstore.get_async(self._store, full, options=options)
+            result = await self._get(full, options)
         except Exception as error:
             raise errors.from_obstore(error, what) from error
         return self._open(result, full, key, what, range, version)
@@ -345,7 +370,7 @@ class CloudReads:
             return await self._head_by_wire(full, key)
         try:
             options: GetOptions = {"head": True, **_options(None, "", self._version_id(key))}
-            result = await obstore.get_async(self._store, full, options=options)
+            result = await self._get(full, options)
         except Exception as error:
             if errors.cannot_tell(error):
                 return await self._head_by_wire(full, key)
@@ -369,7 +394,7 @@ class CloudReads:
         try:
             options = _options(None, "", self._version_id(key))
             options |= {"head": True, "if_none_match": version}
-            result = await obstore.get_async(self._store, full, options=options)
+            result = await self._get(full, options)
         except Exception as error:
             failed = errors.from_obstore(error, what)
             if isinstance(failed, Precondition):
