@@ -228,7 +228,7 @@ def test_a_reader_goes_on_over_cuts(node: FakeNode) -> None:
 def test_what_came_in_chunks_is_not_asked_for_twice() -> None:
     """Nobody knows how much of it there is."""
     cut = CutOff("cut", Response(200, {"transfer-encoding": "chunked", "etag": '"one"'}), Collected(), 3)
-    flow = resuming.answered(Request("GET", "/-/v1/objects/corpus/a"))
+    flow = resuming.from_own_node(Request("GET", "/-/v1/objects/corpus/a"))
     next(flow)
     with pytest.raises(CutOff):
         flow.throw(cut)

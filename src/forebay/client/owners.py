@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from forebay.client.connection import CUT, CutOff, parse_url
 from forebay.client.flows import Flow, decoded
-from forebay.client.resuming import answered, can_go_on, gone_on
+from forebay.client.resuming import can_go_on, from_own_node, gone_on
 from forebay.client.stripes import Large, Measuring, Striped, head_of, span
 from forebay.core.errors import ForebayError, Invalid, Unavailable
 from forebay.core.limits import STRIPE_BYTES
@@ -81,7 +81,7 @@ class Owners:
             self._written.add(bucket)
             return (yield plain)
         if self._here.base:  # behind a proxy nodes have other addresses than in the map
-            return (yield from answered(plain))
+            return (yield from from_own_node(plain))
         if self._left:
             self._left -= 1
         else:
@@ -109,7 +109,7 @@ class Owners:
             if self.is_spread(bucket):
                 self._large = {**dict(list(self._large.items())[-LARGE_MAX:]), request.of: None}
                 return Striped(self, request, large.response)
-        return (yield from answered(plain))
+        return (yield from from_own_node(plain))
 
     def _at(self, plain: Request, owner: Endpoint | None, *, may_repeat: bool = True) -> Flow[Response]:
         """The answer of an owner, or of the client's own node. `may_repeat`: also after bytes have come."""
@@ -125,7 +125,7 @@ class Owners:
             else:
                 if self.answered(owner, response):
                     return response
-        return (yield from answered(plain))
+        return (yield from from_own_node(plain))
 
     def _head(self, request: Request, start: int, end: int | None) -> Flow[Response | None]:
         """The head of the answer to a GET, of who is asked first."""

@@ -19,6 +19,8 @@ are survived.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
 from urllib.parse import unquote
 
 from forebay.client import flows
@@ -44,6 +46,12 @@ class Cuts:
             self._left, self._renewed_at = CUTS_MAX, position
         self._left -= 1
         return self._left >= 0
+
+
+class Filling(Protocol):
+    """A sink that knows how many bytes it has."""
+
+    done_bytes: int
 
 
 class _Rest:
@@ -79,7 +87,7 @@ def can_go_on(request: Request, cut: CutOff) -> bool:
     return "?" not in request.target and whole.ok and is_pinned(whole) and "content-length" in whole.headers
 
 
-def answered(request: Request) -> flows.Flow[Response]:
+def from_own_node(request: Request) -> flows.Flow[Response]:
     """The answer of the client's own node to a read, also if it is cut."""
     cuts = Cuts()
     while True:
@@ -99,21 +107,34 @@ def gone_on(request: Request, cut: CutOff) -> flows.Flow[Response]:
     What that says if it is no success; `Precondition` if the object is another version by now."""
     whole, name = cut.response, unquote(request.target).removeprefix(flows.object_target("", "")[:-1])
     facts, rest, cuts = flows.got(whole), _Rest(whole, cut.sink, cut.done_bytes, name), Cuts()
-    while rest.done_bytes < facts.body_bytes:
-        if not cuts.go_on(rest.done_bytes):
-            raise Unavailable(cut_after(rest.done_bytes, facts.body_bytes), code=CUT) from cut
+
+    def ask() -> Request:
         span = f"bytes={facts.start + rest.done_bytes}-{facts.start + facts.body_bytes - 1}"
-        headers = (("Range", span), ("If-Match", whole.headers["etag"]))
+        return Request("GET", request.target, (("Range", span), ("If-Match", whole.headers["etag"])), sink=rest)
+
+    cuts.go_on(rest.done_bytes)  # the first
+    try:
+        yield from filled(rest, facts.body_bytes, ask, name, cuts)
+    except Unavailable as error:
+        if error.code != CUT:
+            raise
+        raise Unavailable(cut_after(rest.done_bytes, facts.body_bytes), code=CUT) from cut
+    body = cut.sink.value() if isinstance(cut.sink, Collected) else b""
+    return whole._replace(body=body, size_bytes=facts.body_bytes)
+
+
+def filled(into: Filling, size_bytes: int, ask: Callable[[], Request], name: str, cuts: Cuts) -> flows.Flow[None]:
+    """Ask the client's own node until `into` has so many bytes; `ask` makes the request for what it lacks. What the
+    node says if it is no success, and the cut that was one too many."""
+    while into.done_bytes < size_bytes:
         try:
-            response = yield Request("GET", request.target, headers, sink=rest)
+            response = yield ask()
         except Unavailable as error:
-            if error.code != CUT:
+            if error.code != CUT or not cuts.go_on(into.done_bytes):
                 raise
         else:
             if not response.ok:
                 raise flows.raised(response, name)
-    body = cut.sink.value() if isinstance(cut.sink, Collected) else b""
-    return whole._replace(body=body, size_bytes=facts.body_bytes)
 
 
 def may_begin_again(request: Request) -> bool:

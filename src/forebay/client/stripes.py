@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from forebay.client import flows
-from forebay.client.connection import CUT, Collected, copy_into
-from forebay.client.resuming import Cuts, is_pinned
+from forebay.client.connection import Collected, copy_into
+from forebay.client.resuming import Cuts, filled, is_pinned
 from forebay.client.sinks import IntoBuffer
 from forebay.core.errors import Busy, Closed, Corrupt, Unavailable
 from forebay.core.limits import STRIPE_BYTES
@@ -174,16 +174,7 @@ class Striped:
                 self._owners.failed(owner)
             else:
                 self._owners.answered(owner, response)
-        cuts = Cuts()
-        while into.done_bytes < len(piece.room):
-            try:
-                response = yield self._of(piece, into)
-            except Unavailable as error:
-                if error.code != CUT or not cuts.go_on(into.done_bytes):
-                    raise
-            else:
-                if not response.ok:
-                    raise flows.raised(response, self.name)
+        yield from filled(into, len(piece.room), lambda: self._of(piece, into), self.name, Cuts())
 
     def _of(self, piece: Piece, into: _Into) -> Request:
         wanted = f"bytes={piece.start + into.done_bytes}-{piece.end - 1}"

@@ -35,7 +35,6 @@ import functools
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
@@ -223,7 +222,7 @@ class CloudReads:
         self._looks: set[asyncio.Task[ObjectInfo]] = set()
         self.tells_keeping = False  # what is read says in which class it is and how encrypted; obstore does not
 
-    @cached_property
+    @functools.cached_property
     def _store(self) -> ObjectStore:
         """Made when a body is first read with it: that takes 12 ms of the loop, over TLS 45. A node knows a thousand
         buckets, and each at every other node, anew with each map; most of them are never read there."""

@@ -116,6 +116,8 @@ class Prepared(msgspec.Struct):
     """
 
     steps: list[_Step] = msgspec.field(default_factory=list)
+    # volume id: commits of its index, and lost ones
+    needs: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
 
     @property
     def outcomes(self) -> list[ForebayError | None]:
@@ -125,10 +127,6 @@ class Prepared(msgspec.Struct):
     def touches_disk(self) -> bool:
         """Whether `make_durable` has anything to do. If not, it may be called on the loop, or not at all."""
         return any(step.source or step.durable or step.forget for step in self.steps)
-
-    needs: dict[str, tuple[int, int]] = msgspec.field(
-        default_factory=dict
-    )  # volume id: commits of its index, and lost ones
 
     @property
     def replaced(self) -> list[Record | None]:
