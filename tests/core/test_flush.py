@@ -34,7 +34,7 @@ from forebay.core.machines.flush import (
     Woke,
     Wrote,
 )
-from forebay.core.machines.gate import PROMISE_KEPT_S, RETRY_AFTER_S, Admit, Bounds, Gate, Gone, Knock, Owes, Refuse
+from forebay.core.machines.gate import RETRY_AFTER_S, Admit, Bounds, Gate, Gone, Knock, Owes, Refuse
 
 
 def starts(queue: Queue, now: float, event: Event) -> list[str]:
@@ -470,7 +470,8 @@ def test_writers_pass_until_the_bound_and_then_wait_in_order():
     assert gate.step(0.0, Knock(1, 60, 10.0)) == [Admit(1)]
     assert gate.step(0.0, Knock(2, 60, 10.0)) == [Wake(10.0)]  # the first is promised its 60, though not yet owed
     assert gate.step(0.1, Knock(3, 1, 10.1)) == [Wake(10.0)]  # no overtaking
-    assert gate.step(0.2, Owes(60, 0.2, came_bytes=60)) == [Wake(10.0)]
+    assert gate.step(0.2, Owes(60, 0.2)) == [Wake(10.0)]
+    assert gate.step(0.2, Gone(1)) == [Wake(10.0)]
     assert gate.step(0.3, Owes(0, None)) == [Admit(2), Admit(3)]
     gate.check()
 
@@ -498,13 +499,21 @@ def test_a_write_larger_than_the_bound_passes_alone():
     assert gate.step(1.0, Knock(2, 1, 11.0)) == [Wake(11.0)]
 
 
-def test_who_leaves_makes_room_for_the_next_and_a_promise_is_not_kept_for_ever():
+def test_who_leaves_makes_room_for_the_next():
     gate = Gate(Bounds(100, 60.0), Owes(60, 0.0))
     gate.step(0.0, Knock(1, 60, 100.0))
     assert gate.step(0.0, Knock(2, 40, 100.0)) == [Wake(100.0)]
     assert gate.step(0.0, Gone(1)) == [Admit(2)]
-    assert gate.step(0.0, Knock(3, 10, 100.0)) == [Wake(PROMISE_KEPT_S)]  # writer 2 may have failed since
-    assert gate.step(PROMISE_KEPT_S, Woke()) == [Admit(3)]
+    gate.check()
+
+
+def test_a_write_that_fails_makes_room_at_once():
+    gate = Gate(Bounds(100, 60.0))
+    assert gate.step(0.0, Knock(1, 60, 10.0)) == [Admit(1)]
+    assert gate.step(0.0, Knock(2, 60, 10.0)) == [Wake(10.0)]
+    assert gate.step(0.1, Gone(1)) == [Admit(2)], "the first owes nothing and never will"
+    assert gate.step(0.2, Gone(2)) == []
+    assert gate.promised_bytes == 0
     gate.check()
 
 

@@ -247,7 +247,7 @@ def test_a_file_that_goes_while_it_is_swept_costs_nothing_else(rigged: Rigged, m
         await rig.front.get("object")
         await rig.idle()
         plain = rebuild._files_in
-        monkeypatch.setattr(rebuild, "_files_in", lambda path, busy: [*plain(path, busy), f"{path}/{1:016x}"])
+        monkeypatch.setattr(rebuild, "_files_in", lambda at, path, busy: [*plain(at, path, busy), f"{path}/{1:016x}"])
         assert sum(rig.engine.store.sweep()) == 0
         assert [usage.state for usage in rig.engine.store.usage()] == ["ok"]
 

@@ -9,7 +9,7 @@ import pytest
 
 from forebay.backends.lost_answers import Unheard
 from forebay.core import limits
-from forebay.core.errors import Busy, Closed, Denied, NotSupported, Unavailable
+from forebay.core.errors import Denied, NotSupported, Unavailable
 from forebay.core.record import State
 from forebay.node.engine.flush.key_flush import conflict_key
 from tests.flush.conftest import Node, Remote, until
@@ -569,73 +569,6 @@ def test_a_backend_that_only_lacks_tags_keeps_its_conditions(story):
         await node.settle()
         assert node.remote.data("k") == b"theirs"
         assert node.conflicts == {"keep-both": 1}
-
-    story(tell)
-
-
-# --- writers that wait -----------------------------------------------------------------------------------------------
-def test_a_writer_waits_while_too_much_is_owed_and_goes_on_when_it_is_less(story):
-    async def tell(node: Node) -> None:
-        node.remote.open.clear()
-        await node.flusher.room(node.bucket, 60)
-        await node.write("a", b"x" * 60)
-        waiting = asyncio.create_task(node.flusher.room(node.bucket, 60))
-        await asyncio.sleep(0.01)
-        assert not waiting.done()
-        node.remote.open.set()
-        await waiting
-        assert node.flusher.metrics()['forebay_write_waits_total{bucket="b"}'] == 1
-
-    story(tell, dirty_bytes_max=100)
-
-
-def test_a_writer_that_waited_long_enough_is_told_to_slow_down(story):
-    async def tell(node: Node) -> None:
-        node.remote.open.clear()
-        await node.write("a", b"x" * 100)
-        waiting = asyncio.create_task(node.flusher.room(node.bucket, 1))
-        await asyncio.sleep(0)
-        node.clock.ahead_s += limits.DIRTY_WAIT_S
-        await node.write("c", b"")  # whatever happens: the gate looks at its clock
-        with pytest.raises(Busy, match="owes its backend 2 objects, 100 bytes") as caught:
-            await waiting
-        assert caught.value.code == "SlowDown"
-        assert caught.value.retry_after_s > 0
-        assert node.flusher.metrics()['forebay_write_refusals_total{bucket="b"}'] == 1
-
-    story(tell, dirty_bytes_max=100)
-
-
-def test_a_writer_waits_while_something_is_owed_for_too_long(story):
-    async def tell(node: Node) -> None:
-        node.remote.open.clear()
-        await node.write("a", b"x")
-        await node.flusher.room(node.bucket, 1)
-        node.clock.ahead_s += 61
-        waiting = asyncio.create_task(node.flusher.room(node.bucket, 1))
-        await asyncio.sleep(0.01)
-        assert not waiting.done()
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        node.remote.open.set()
-        await node.settle()
-        await node.flusher.room(node.bucket, 1)
-
-    story(tell, dirty_age_max_s=60.0)
-
-
-def test_without_a_bound_a_quarter_of_the_node_is_the_bound(story):
-    async def tell(node: Node) -> None:
-        node.capacity_bytes = 400
-        node.remote.open.clear()
-        await node.write("a", b"x" * 90)
-        await node.flusher.room(node.bucket, 10)
-        waiting = asyncio.create_task(node.flusher.room(node.bucket, 10))
-        await asyncio.sleep(0.01)
-        assert not waiting.done()
-        await node.flusher.aclose(flush=False)
-        with pytest.raises(Closed):
-            await waiting
 
     story(tell)
 

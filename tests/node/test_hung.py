@@ -6,6 +6,8 @@ import http.client
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -92,3 +94,23 @@ def test_a_hung_front_is_replaced(impatient: NodeProcess) -> None:
     until(lambda: _restarts(one, "front-0"))
     assert one.get("files", "warm") == b"warm"
     assert one.get("files", "cold") == b"cold"
+
+
+def test_before_it_counts_as_hung_a_process_shows_where_it_stands() -> None:
+    """Also while it waits in the kernel for what never comes: no signal handler has to run."""
+    story = """
+import asyncio, os
+from forebay.node.process import child
+
+def stand_still():
+    os.read(os.pipe()[0], 1)
+
+loop = asyncio.new_event_loop()
+child.beat(loop, 1.0, fd=os.open(os.devnull, os.O_WRONLY))
+loop.call_soon(stand_still)
+loop.run_forever()
+"""
+    with subprocess.Popen([sys.executable, "-c", story], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        until(lambda: "in stand_still" in process.stderr.readline())
+        process.kill()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -129,3 +132,93 @@ def test_a_file_that_was_made_too_late_goes_again(bench: Bench, monkeypatch: pyt
     assert volume.state == "ok"
     may.set()
     until(lambda: owning.files_in(bench.dirs[0]) == [])
+
+
+# --- the store's thread changes nothing itself -----------------------------------------------------------------------
+CHANGES = {"os.remove", "os.rename", "os.truncate", "os.mkdir", "os.rmdir", "os.link"}
+_audited: dict[int, tuple[str, list[str]]] = {}  # of a thread: a directory, and what the thread changed there
+
+
+def _audit(event: str, arguments: tuple[object, ...]) -> None:
+    if _audited and (event == "open" or event in CHANGES):
+        directory, changes = _audited.get(threading.get_ident(), ("", []))
+        is_change = event != "open" or bool(arguments[2] & os.O_ACCMODE)  # type: ignore[operator]
+        if directory and is_change and str(arguments[0]).startswith(directory):
+            changes.append(f"{event} {arguments[0]}")
+
+
+@functools.cache
+def _hook() -> None:
+    sys.addaudithook(_audit)  # once: it cannot be taken back
+
+
+@contextmanager
+def changed_here(bench: Bench) -> Iterator[list[str]]:
+    """What the calling thread itself changes in the volume's directory. A disk may stop at each of these."""
+    _hook()
+    changes: list[str] = []
+    _audited[threading.get_ident()] = (str(bench.dirs[0]), changes)
+    try:
+        yield changes
+    finally:
+        del _audited[threading.get_ident()]
+
+
+def test_a_volume_that_was_full_is_made_ready_by_its_own_thread(bench: Bench) -> None:
+    bench.store.serve()
+    (volume,) = bench.store.usable()
+    ballast = Path(volume.path, "ballast")
+    ballast.unlink()
+    volume.state = "full"
+    with changed_here(bench) as changes:
+        bench.store.housekeep()
+    assert (volume.state, ballast.exists(), changes) == ("ok", True, [])
+
+
+def test_a_volume_that_was_full_stays_so_while_its_disk_does_not_answer(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.store.serve()
+    (volume,) = bench.store.usable()
+    answers, make = threading.Event(), volume.make_ballast
+    monkeypatch.setattr(volume, "make_ballast", lambda: answers.wait() and make())
+    monkeypatch.setattr(volume.desk, "patience_s", 0.0)
+    volume.state = "full"
+    bench.store.housekeep()
+    assert (volume.state, volume.silent) == ("full", True)
+    answers.set()
+    until(lambda: not volume.silent)
+    monkeypatch.setattr(volume.desk, "patience_s", volume_threads.CALL_S)
+    bench.store.housekeep()
+    assert (volume.state, bench.kinds()) == ("ok", ["volume-healed"])
+
+
+def test_what_nobody_names_is_swept_by_the_volumes_own_thread(bench: Bench) -> None:
+    objects.land(bench.store, "kept", LARGE)
+    bench.store.flush()
+    (volume,) = bench.store.usable()
+    record = bench.store.lookup(BUCKET, "kept")
+    assert record is not None
+    path = Path(volume.data_path(record.object_id))
+    rubbish = [path.with_name(f"{int(path.name, 16) + 1000:016x}"), path.with_name(f"{1234:016x}.head")]
+    for each in rubbish:
+        each.write_bytes(bytes(1000))
+    bench.store.serve()
+    with changed_here(bench) as changes:
+        list(bench.store.sweep())
+    assert [each for each in rubbish if each.exists()] == []
+    assert changes == []
+    assert bench.store.lookup(BUCKET, "kept") is not None
+
+
+def test_the_mark_of_a_walk_is_made_by_the_volumes_own_thread(bench: Bench) -> None:
+    objects.land(bench.store, "k", LARGE)
+    bench.store.flush()
+    bench.store.serve()
+    (volume,) = bench.store.usable()
+    mark = Path(volume.index_path(), "opening")
+    with changed_here(bench) as changes:
+        for _, units in bench.store.unit_batches():
+            assert mark.exists()
+            assert {unit.key for unit in units} == {"k"}
+    assert (mark.exists(), changes) == (False, [])

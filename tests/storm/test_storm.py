@@ -15,6 +15,7 @@ import os
 import random
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -31,6 +32,7 @@ SEED = int(os.environ.get("FOREBAY_STORM_SEED", str(random.randrange(1 << 30))))
 NAMED = os.environ.get("FOREBAY_STORM_FAULTS", "")
 ANSWERS = 12  # that clients get while a fault lasts, where they can get any
 FLUSH_EVERY = 5
+LOG_CHARS = 20_000  # of the node's log that a failure shows
 
 
 @pytest.mark.real
@@ -39,7 +41,7 @@ FLUSH_EVERY = 5
 def test_every_answer_in_a_storm_has_an_explanation(seaweed: servers.SeaweedFS, tmp_path: Path) -> None:
     print(f"FOREBAY_STORM_SEED={SEED}")
     chance = random.Random(SEED)
-    with Sea(tmp_path, f"storm-{SEED}", seaweed) as sea:
+    with Sea(tmp_path, f"storm-{SEED}", seaweed) as sea, log_shown(sea):
         faults = NAMED.split(",") if NAMED else list(FAULTS)
         for name, why in sea.cannot.items():
             print(f"no {name}: {why}")
@@ -67,6 +69,16 @@ def test_every_answer_in_a_storm_has_an_explanation(seaweed: servers.SeaweedFS, 
                 print(f"    {crew.board.answered} answers, {crew.board.unsure} calls without one", flush=True)
         print(crew.board.told())
         nothing_is_left_over(sea, before)
+
+
+@contextlib.contextmanager
+def log_shown(sea: Sea) -> Iterator[None]:
+    """What the node logged last is shown with a failure."""
+    try:
+        yield
+    except BaseException:
+        print(sea.node.log[-LOG_CHARS:])
+        raise
 
 
 def one_round(sea: Sea, crew: Crew, names: list[str], chance: random.Random) -> None:

@@ -2,12 +2,14 @@
 
 Theory. A write-back bucket may owe a bounded number of bytes, for a bounded time. Above the bound, writers wait in
 order of arrival, and are refused when their time is up. A refused writer is told when to try again. Acknowledged writes
-are not touched. An admitted write counts as owed only when it is committed, a little later; until then its bytes are
-*promised*. Otherwise many writers admitted at once would pass the bound together. A write larger than the bound is
-admitted when nothing else is owed, since it would otherwise never pass.
+are not touched. An admitted write counts as owed only when it is committed, a little later; until it ends, well or
+badly, its bytes are *promised*. Otherwise many writers admitted at once would pass the bound together. (Between its
+commit and its end a write counts twice, which errs on the bound's side.) A write larger than the bound is admitted when
+nothing else is owed, since it would otherwise never pass.
 
 Rejected: letting small writes pass a large one that waits (the large one might wait for ever); refusing at once (most
-writers would rather wait a second than handle an error).
+writers would rather wait a second than handle an error); promises that only a commit or half a minute ends (writes that
+failed, on a full disk or at a condition, kept the others waiting for nothing).
 
 Invariants. (1) Every writer is answered once, in the order of arrival. (2) Owed and promised bytes together are at most
 the bound, or one write.
@@ -15,13 +17,12 @@ the bound, or one write.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 
 import msgspec
 
 from forebay.core.machines.flush import PROBE_MAX_S, Wake, Woke
 
-PROMISE_KEPT_S = 30.0  # of an admitted write that failed before its commit: longer than a commit takes
 RETRY_AFTER_S = 5.0  # what a refused writer is told; while the backend is ill, PROBE_MAX_S
 
 
@@ -34,7 +35,7 @@ class Knock(msgspec.Struct, frozen=True):
 
 
 class Gone(msgspec.Struct, frozen=True):
-    """The writer stopped waiting."""
+    """The writer stopped waiting, or its write ended: it failed, or it is among what is owed by now."""
 
     writer: int
 
@@ -45,7 +46,6 @@ class Owes(msgspec.Struct, frozen=True):
     dirty_bytes: int
     oldest_s: float | None
     is_sick: bool = False
-    came_bytes: int | None = None  # the size of an admitted write that `dirty_bytes` now includes
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -70,7 +70,7 @@ class Gate(msgspec.Struct):
     bounds: Bounds
     owes: Owes = Owes(0, None)
     waiting: OrderedDict[int, Knock] = msgspec.field(default_factory=OrderedDict)
-    promised: deque[tuple[float, int]] = msgspec.field(default_factory=deque)  # (kept until, bytes) of admitted writes
+    promised: dict[int, int] = msgspec.field(default_factory=dict)  # bytes of the admitted writes that have not ended
     promised_bytes: int = 0
 
     def step(self, now: float, event: Knock | Gone | Owes | Bounds | Woke) -> list[Admit | Refuse | Wake]:
@@ -81,16 +81,13 @@ class Gate(msgspec.Struct):
                 self.waiting[writer] = event
             case Gone(writer):
                 self.waiting.pop(writer, None)
+                self.promised_bytes -= self.promised.pop(writer, 0)
             case Bounds():
                 self.bounds = event
             case Owes():
                 self.owes = event
-                if event.came_bytes is not None and self.promised:
-                    self.promised_bytes -= self.promised.popleft()[1]
             case Woke():
                 pass
-        while self.promised and self.promised[0][0] <= now:
-            self.promised_bytes -= self.promised.popleft()[1]
         return self._answers(now)
 
     def _answers(self, now: float) -> list[Admit | Refuse | Wake]:
@@ -98,14 +95,13 @@ class Gate(msgspec.Struct):
         while self.waiting:
             knock = next(iter(self.waiting.values()))
             if self._has_room(now, knock.size_bytes):
-                self.promised.append((now + PROMISE_KEPT_S, knock.size_bytes))
+                self.promised[knock.writer] = knock.size_bytes
                 self.promised_bytes += knock.size_bytes
                 effects.append(Admit(knock.writer))
             elif knock.until_s <= now:
                 effects.append(Refuse(knock.writer, PROBE_MAX_S if self.owes.is_sick else RETRY_AFTER_S))
             else:
-                ends_s = [knock.until_s, *(until_s for until_s, _ in list(self.promised)[:1])]
-                return [*effects, Wake(max(now, min(ends_s)))]
+                return [*effects, Wake(knock.until_s)]
             del self.waiting[knock.writer]
         return effects
 
@@ -118,4 +114,4 @@ class Gate(msgspec.Struct):
 
     def check(self) -> None:
         """Assert the invariants."""
-        assert self.promised_bytes == sum(size_bytes for _, size_bytes in self.promised) >= 0
+        assert self.promised_bytes == sum(self.promised.values())

@@ -12,7 +12,9 @@ which covers a supervisor that was gone before the kernel was asked, and a kerne
 finished: a kill is what every process of a node must survive anyhow.
 
 Standard input is a socket, and a child that serves beats on it (`core/machines/pulse.py`), so that its supervisor
-notices one that hangs. What the supervisor has to say later comes the other way, a line each.
+notices one that hangs. What the supervisor has to say later comes the other way, a line each. Before it is killed for
+that, the child itself writes to its log where each thread stands: a thread does that which takes no lock of Python's,
+so it works while the loop waits in the kernel, where no signal reaches it.
 
 SIGHUP has a child reopen its log and read files anew. One that just starts could not take it yet, and would end: so it
 is started with the signal held back, until `on_hangup` says what to do.
@@ -30,6 +32,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import faulthandler
 import fcntl
 import os
 import select
@@ -38,9 +41,11 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from forebay.core.errors import Closed
+from forebay.core.machines.pulse import interval_s
 from forebay.node.settings import Settings, from_json
 
 EXIT_REFUSED = 78  # sysexits.h EX_CONFIG: the settings or the machine must change first
+SHOWN_AFTER = 0.75  # the share of its deadline after which a process that does not beat shows where it stands
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -90,11 +95,14 @@ def follow_parent(loop: asyncio.AbstractEventLoop, told: Callable[[bytes], None]
     loop.add_reader(fd, readable)
 
 
-def beat(loop: asyncio.AbstractEventLoop, interval_s: float, fd: int = 0) -> None:
-    """From now on tell the supervisor, again and again, that `loop` turns."""
+def beat(loop: asyncio.AbstractEventLoop, deadline_s: float, fd: int = 0) -> None:
+    """From now on tell the supervisor, again and again, that `loop` turns. If it does not for most of `deadline_s` (0:
+    however long), what it does then is written to standard error."""
     with suppress(OSError):  # it does not read: it is busy, or stopped, or gone
         os.write(fd, b".")
-    loop.call_later(interval_s, beat, loop, interval_s, fd)
+    if deadline_s:
+        faulthandler.dump_traceback_later(SHOWN_AFTER * deadline_s)
+    loop.call_later(interval_s(deadline_s), beat, loop, deadline_s, fd)
 
 
 def stop_node() -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 import msgspec
 
 from forebay.core.errors import ForebayError
-from forebay.core.machines.pulse import interval_s
 from forebay.node.engine.engine import FILES_NEEDED, Engine
 from forebay.node.front.front import Front
 from forebay.node.process import child, logs
@@ -55,7 +54,7 @@ async def run_until_stopped(
 
         child.on_hangup(loop, read_anew)
         log.info("engine of node %s is ready", engine.node_id)
-        child.beat(loop, interval_s(settings.hung_after_s))
+        child.beat(loop, settings.hung_after_s)
         if after_start is not None:
             after_start()
 

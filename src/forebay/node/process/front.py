@@ -15,7 +15,6 @@ import sys
 import msgspec
 
 from forebay.core.errors import ForebayError
-from forebay.core.machines.pulse import interval_s
 from forebay.node.front.front import Front
 from forebay.node.process import child, logs
 from forebay.node.settings import Settings
@@ -43,7 +42,7 @@ async def _serve(settings: Settings, number: int, accounts_fd: int, node_log: lo
                 front.read_anew()
 
             child.on_hangup(loop, read_anew)
-            child.beat(loop, interval_s(settings.hung_after_s))
+            child.beat(loop, settings.hung_after_s)
             gc.freeze()  # what exists now stays: collecting it again and again would stop requests for milliseconds
             log.info("front %d serves port %d", number, front.port)
             await stopped

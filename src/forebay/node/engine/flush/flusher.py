@@ -27,9 +27,9 @@ import logging
 import os
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import Executor
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import islice, takewhile
 from typing import Any, NamedTuple, Protocol
 
@@ -269,7 +269,7 @@ class Flusher:
                 if debt.rewritten_s is None:
                     debt.rewritten_s = self._clock.wall_s()
                 flight.give_up()
-        self._step(owed.bucket, Wrote(owed.key, note.seq, note.size_bytes, note.since_s), came_bytes=note.size_bytes)
+        self._step(owed.bucket, Wrote(owed.key, note.seq, note.size_bytes, note.since_s))
 
     def find(self, bucket: str, key: str) -> Note | None:
         """What the key owes now. If the note `is_delete`, the object does not exist."""
@@ -365,35 +365,49 @@ class Flusher:
         await by_disk(volume, self._workers, lambda: self._store.write_notes([owed]), f"{bucket}/{key}")
 
     # --- backpressure ------------------------------------------------------------------------------------------------
-    async def room(self, bucket: Bucket, size_bytes: int) -> None:
-        """Return when the bucket may owe `size_bytes` more; `Busy` (`SlowDown`) if that takes longer than DIRTY_WAIT_S.
+    @asynccontextmanager
+    async def room(self, bucket: Bucket, size_bytes: int) -> AsyncIterator[None]:
+        """Enter when the bucket may owe `size_bytes` more; `Busy` (`SlowDown`) if that takes longer than DIRTY_WAIT_S.
+        The bytes count until the write ends. A bucket that is not written back owes nothing.
 
-        Call it before taking the key's lock: the flush that makes room may need that lock.
+        Enter before taking the key's lock: the flush that makes room may need that lock.
         """
-        if bucket.write != "back" or self.admits(bucket, size_bytes):
-            return
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        writer = self._knock(bucket, size_bytes, answer)
-        of = self._of[bucket.name]
-        of.counts.waits += 1
-        self._step(bucket.name, Pressed())
+        writer = self.admits(bucket, size_bytes)
+        if writer is None:
+            answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            writer = self._knock(bucket, size_bytes, answer)
+            of = self._of[bucket.name]
+            of.counts.waits += 1
+            self._step(bucket.name, Pressed())
+            try:
+                await answer
+            except asyncio.CancelledError:
+                of.writers.pop(writer, None)
+                self.ended(bucket.name, writer)
+                raise
         try:
-            await answer
-        except asyncio.CancelledError:
-            of.writers.pop(writer, None)
-            self._at_gate(bucket.name, Gone(writer))
-            raise
+            yield
+        finally:
+            self.ended(bucket.name, writer)
 
-    def admits(self, bucket: Bucket, size_bytes: int) -> bool:
-        """As `room` if no wait is needed. Otherwise returns False, and nothing happened."""
+    def admits(self, bucket: Bucket, size_bytes: int) -> int | None:
+        """As `room` if no wait is needed: returns the write's number, which `ended` must get. Otherwise returns None,
+        and nothing happened."""
+        if bucket.write != "back":
+            return 0
         waiting = self._bucket(bucket.name).gate.waiting
         if waiting:
-            return False
+            return None
         writer = self._knock(bucket, size_bytes)
         if writer in waiting:
-            self._at_gate(bucket.name, Gone(writer))
-            return False
-        return True
+            self.ended(bucket.name, writer)
+            return None
+        return writer
+
+    def ended(self, name: str, writer: int) -> None:
+        """The write of this number failed, or what it owes was added."""
+        if writer and name in self._of:
+            self._at_gate(name, Gone(writer))
 
     def _knock(self, bucket: Bucket, size_bytes: int, answer: asyncio.Future[None] | None = None) -> int:
         """Ask the gate. Returns the writer's number, under which it waits there if it must."""
@@ -450,7 +464,7 @@ class Flusher:
         delay_s = max(0.0, at_s - self._clock.monotonic_s())
         return asyncio.get_running_loop().call_later(delay_s, call)
 
-    def _step(self, name: str, event: Event, *, came_bytes: int | None = None) -> None:
+    def _step(self, name: str, event: Event) -> None:
         if self._closed:
             return
         of = self._bucket(name)
@@ -466,7 +480,7 @@ class Flusher:
         oldest_s = of.queue.oldest_s()
         if oldest_s is not None:
             oldest_s = now - (self._clock.wall_s() - oldest_s)
-        self._at_gate(name, Owes(of.queue.dirty_bytes, oldest_s, of.queue.is_sick, came_bytes))
+        self._at_gate(name, Owes(of.queue.dirty_bytes, oldest_s, of.queue.is_sick))
 
     def _launch(self, name: str, of: _Bucket, key: str) -> None:
         debt = of.debts[key]

@@ -103,9 +103,11 @@ class Owes(Protocol):
 
     async def stop_key(self, bucket: str, key: str) -> None: ...
 
-    async def room(self, bucket: Bucket, size_bytes: int) -> None: ...
+    def room(self, bucket: Bucket, size_bytes: int) -> AbstractAsyncContextManager[None]: ...
 
-    def admits(self, bucket: Bucket, size_bytes: int) -> bool: ...
+    def admits(self, bucket: Bucket, size_bytes: int) -> int | None: ...
+
+    def ended(self, name: str, writer: int) -> None: ...
 
     def window(self, bucket: str, prefix: str, start_after: str, limit: int) -> list[tuple[str, Note]]: ...
 
@@ -326,8 +328,7 @@ class Writes:
             return False
         if bucket in self.closing:
             return False
-        name = (bucket, call.key)
-        taken = False
+        name, taken, writer, put = (bucket, call.key), False, None, None
         try:
             check_key(call.key)
             served = self._buckets.known(bucket)
@@ -337,32 +338,33 @@ class Writes:
                 return False
             taken = True
             lease = self._member()
-            if served.bucket.write == "back" and not self._owes.admits(served.bucket, call.size_bytes):
-                self.locks.give(name)
-                return False
+            writer = self._owes.admits(served.bucket, call.size_bytes)
             what = _What(call.key, "", len(body), (), call.headers, _etag_of(call), call.md5, call.tags, body)
             self._store.check_present(bucket, call.key)
-            if not self._remembers(bucket, call.key):
-                self.locks.give(name)
-                return False
-            put = self._owned(served, what, None, False)
+            if writer is not None and self._remembers(bucket, call.key):
+                put = self._owned(served, what, None, False)
         except Exception:
+            log.debug("%s/%s is put step by step", bucket, call.key, exc_info=True)
+        if writer is None or put is None:
             if taken:
                 self.locks.give(name)
+            self._owes.ended(bucket, writer or 0)
             return False
         self._entered[bucket] += 1
         if self._buckets.homes is not None:
             self._buckets.homes.begin(name)
-        self.commits.begin(put, functools.partial(self._begun, name, lease, done))
+        self.commits.begin(put, functools.partial(self._begun, name, lease, writer, done))
         return True
 
     def _begun(
         self,
         name: tuple[str, str],
         lease: int,
+        writer: int,
         done: Callable[[Written | ForebayError], None],
         outcome: Record | ForebayError | None,
     ) -> None:
+        self._owes.ended(name[0], writer)
         self.locks.give(name)
         self._leave(name[0])
         if self._buckets.homes is not None:
@@ -423,12 +425,11 @@ class Writes:
             check_writable(served)
             async with self.lock(bucket.name, key):
                 return await self._put_through(served, what, if_match, if_none_match, send)
-        if bucket.write == "back":
-            await self._owes.room(bucket, size_bytes)
-        if path and bucket.durability == "disk" and size_bytes >= PRESYNC_BYTES_MIN:
-            await self._on_disk(bucket.name, key, lambda: _sync(path))
-        async with self.lock(bucket.name, key):
-            return await self._put_owned(served, what, if_match, if_none_match)
+        async with self._owes.room(bucket, size_bytes):
+            if path and bucket.durability == "disk" and size_bytes >= PRESYNC_BYTES_MIN:
+                await self._on_disk(bucket.name, key, lambda: _sync(path))
+            async with self.lock(bucket.name, key):
+                return await self._put_owned(served, what, if_match, if_none_match)
 
     async def delete(self, call: DeleteCall) -> Nothing:
         """Delete the object. It is no error if there is none, unless a condition is given."""
@@ -440,9 +441,7 @@ class Writes:
             self._store.check_present(call.bucket, call.key)
             if served.bucket.write == "through":
                 check_writable(served)
-            elif served.bucket.write == "back":
-                await self._owes.room(served.bucket, 0)
-            async with self.lock(call.bucket, call.key):
+            async with self._owes.room(served.bucket, 0), self.lock(call.bucket, call.key):
                 judged = await self._check_delete(served, call)
                 if served.bucket.write == "through":
                     await self._delete_through(served, call.key, judged)

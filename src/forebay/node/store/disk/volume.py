@@ -339,19 +339,21 @@ class Volume:
     @contextmanager
     def walking(self) -> Iterator[None]:
         """Around a walk over the whole index. A page that kills the process would do so again at the next start, so a
-        byte in a file warns of it."""
+        byte in a file warns of it. A disk that has stopped meanwhile writes it later."""
         cut = False
         with suppress(OSError):  # a full disk may have no room for the byte
-            self._mark_walk(1)
+            self.desk.call(self._mark_walk, 1)
         try:
             yield
         except (Corrupt, msgspec.MsgspecError, UnicodeDecodeError):
-            self._mark_walk(WALKS_CUT_MAX)
             cut = True
+            with suppress(Late):
+                self.desk.call(self._mark_walk, WALKS_CUT_MAX)
             raise
         finally:
             if not cut:
-                Path(self._walk_marker()).unlink(missing_ok=True)
+                with suppress(Late):
+                    self.desk.call(Path(self._walk_marker()).unlink, True)  # missing or not
 
     def _mark_walk(self, count: int) -> None:
         with open(self._walk_marker(), "ab") as file:
@@ -510,12 +512,16 @@ class Volume:
             if self.state == "full":
                 self._free = (float("-inf"), 0)
                 if has_room(self.path):
+                    self.desk.call(self._reserve)
                     self.state, self.reason = "ok", ""
-                    self.make_ballast()
-                    self.desk.call(self.write_mark)  # an earlier write may have found no room
                     self.tell(StoreEvent("volume-healed", self.id, "there is room again"))
         except OSError as error:
             self.trouble(error, "looking at the directory")
+
+    def _reserve(self) -> None:
+        """Write what found no room while the disk was full."""
+        self.make_ballast()
+        self.write_mark()
 
     # --- changes ---
 

@@ -86,6 +86,7 @@ def sweep(
     remove: Callable[[str], None],
 ) -> Iterator[int]:
     """Remove files without a record and space without a block. Yields once a directory: how many files it removed.
+    `Late` if the disk stops answering: the rest is left for the next start.
 
     `busy(object id)`: leave it alone now. `drop` forgets a record whose file is not what it should be; `remove` removes
     a file.
@@ -93,7 +94,7 @@ def sweep(
     for directory in _directories(volume):
         removed = 0
         lost = {each.record.object_id for each in volume.lost.values()}
-        for path in _files_in(directory, busy):
+        for path in _files_in(volume, directory, busy):
             object_id = _id_of(path)
             if object_id is not None and (busy(object_id) or object_id in lost):
                 continue
@@ -112,7 +113,7 @@ def sweep(
                         drop(*known)
                     case recover.Keep():
                         assert known is not None
-                        _trim(path, known[2])
+                        volume.desk.call(_trim, path, known[2])
         yield removed
     for number, (entry, value) in enumerate(volume.index.walk("records")):
         record = decode_record(value)
@@ -131,7 +132,7 @@ def sweep(
 def data_files(volume: Volume, busy: Callable[[int], bool] = lambda object_id: False) -> Iterator[str]:
     """Every file below data/, except sidecars (one without its data file is removed)."""
     for directory in _directories(volume):
-        yield from _files_in(directory, busy)
+        yield from _files_in(volume, directory, busy)
 
 
 def _directories(volume: Volume) -> Iterator[str]:
@@ -141,14 +142,14 @@ def _directories(volume: Volume) -> Iterator[str]:
             yield f"{data}/{first}/{second}"
 
 
-def _files_in(directory: str, busy: Callable[[int], bool]) -> Iterator[str]:
+def _files_in(volume: Volume, directory: str, busy: Callable[[int], bool]) -> Iterator[str]:
     names = set(os.listdir(directory))
     for name in sorted(names):
         if name.endswith(files.SIDECAR_SUFFIX):
             owner = name.removesuffix(files.SIDECAR_SUFFIX)
             object_id = _id_of(owner)  # a sidecar comes before its file does
             if owner not in names and not (object_id is not None and busy(object_id)):
-                Path(directory, name).unlink(missing_ok=True)
+                volume.desk.call(Path(directory, name).unlink, True)  # missing or not
         else:
             yield f"{directory}/{name}"
 

@@ -759,7 +759,7 @@ class Store(VolumeSet):
                 if volume.durable.unsettled:  # it may still name the file: first it forgets, then the bytes go
                     self._reclaimer.unlink(volume, path)
                 else:
-                    files.remove(path)
+                    volume.desk.call(files.remove, path)
 
             steps = rebuild.sweep(volume, self._is_busy, drop, remove)
             while volume.id in self._by_id:
