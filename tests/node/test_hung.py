@@ -99,8 +99,11 @@ def test_a_hung_front_is_replaced(impatient: NodeProcess) -> None:
 def test_before_it_counts_as_hung_a_process_shows_where_it_stands() -> None:
     """Also while it waits in the kernel for what never comes: no signal handler has to run."""
     story = """
-import asyncio, os
-from forebay.node.process import child
+import asyncio, logging, os
+from forebay.node.process import child, logs
+
+logging.basicConfig()
+logging.getLogger().handlers[0].setFormatter(logs.JsonLines("engine"))
 
 def stand_still():
     os.read(os.pipe()[0], 1)
@@ -112,5 +115,7 @@ loop.run_forever()
 """
     with subprocess.Popen([sys.executable, "-c", story], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        until(lambda: "in stand_still" in process.stderr.readline())
+        said = json.loads(process.stderr.readline())
         process.kill()
+    assert said["message"] == "the loop has stood still for 0.75 s, here:"
+    assert "in stand_still" in said["stack"]

@@ -50,6 +50,10 @@ def test_nobody_makes_a_line_of_the_log_but_the_node() -> None:
     assert first.endswith("forebay.http: a bug at 'x'")
     assert others[0].startswith("    Traceback")
     assert all(line.startswith("    ") and line.isprintable() for line in others)
+    standing = record("it stands here:")
+    standing.stack_info = f'  File "x.py", line 1, in f\n    {HOSTILE.splitlines()[0]}\r'
+    first, *others = TextLines().format(standing).split("\n")
+    assert others == ['      File "x.py", line 1, in f', r"        key\x0d"]
 
 
 def test_a_line_of_json_holds_what_a_line_of_text_holds() -> None:

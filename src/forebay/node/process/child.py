@@ -13,8 +13,9 @@ finished: a kill is what every process of a node must survive anyhow.
 
 Standard input is a socket, and a child that serves beats on it (`core/machines/pulse.py`), so that its supervisor
 notices one that hangs. What the supervisor has to say later comes the other way, a line each. Before it is killed for
-that, the child itself writes to its log where each thread stands: a thread does that which takes no lock of Python's,
-so it works while the loop waits in the kernel, where no signal reaches it.
+that, the child itself logs where its loop stands: a thread does that, which runs while the loop waits in the kernel,
+where no signal reaches it. (Rejected: faulthandler's own timer. It reads the stacks of threads that run, without
+Python's lock, and may end a process that was only slow.)
 
 SIGHUP has a child reopen its log and read files anew. One that just starts could not take it yet, and would end: so it
 is started with the signal held back, until `on_hangup` says what to do.
@@ -32,17 +33,22 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import faulthandler
 import fcntl
+import logging
 import os
 import select
 import signal
+import sys
+import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
 from forebay.core.errors import Closed
 from forebay.core.machines.pulse import interval_s
 from forebay.node.settings import Settings, from_json
+
+log = logging.getLogger("forebay.process")
 
 EXIT_REFUSED = 78  # sysexits.h EX_CONFIG: the settings or the machine must change first
 SHOWN_AFTER = 0.75  # the share of its deadline after which a process that does not beat shows where it stands
@@ -96,13 +102,31 @@ def follow_parent(loop: asyncio.AbstractEventLoop, told: Callable[[bytes], None]
 
 
 def beat(loop: asyncio.AbstractEventLoop, deadline_s: float, fd: int = 0) -> None:
-    """From now on tell the supervisor, again and again, that `loop` turns. If it does not for most of `deadline_s` (0:
-    however long), what it does then is written to standard error."""
-    with suppress(OSError):  # it does not read: it is busy, or stopped, or gone
-        os.write(fd, b".")
+    """From now on tell the supervisor, again and again, that `loop` turns. Call it in the loop's thread. If the loop
+    does not turn for most of `deadline_s` (0: however long), where it stands is logged."""
+    turned = threading.Event()
+
+    def tell() -> None:
+        turned.set()
+        with suppress(OSError):  # it does not read: it is busy, or stopped, or gone
+            os.write(fd, b".")
+        loop.call_later(interval_s(deadline_s), tell)
+
+    tell()
     if deadline_s:
-        faulthandler.dump_traceback_later(SHOWN_AFTER * deadline_s)
-    loop.call_later(interval_s(deadline_s), beat, loop, deadline_s, fd)
+        watched = (threading.get_ident(), SHOWN_AFTER * deadline_s, turned)
+        threading.Thread(target=_watch, args=watched, name="forebay-pulse", daemon=True).start()
+
+
+def _watch(thread: int, patience_s: float, turned: threading.Event) -> None:
+    """Log what `thread` does when it has not `turned` for `patience_s`."""
+    while True:
+        turned.clear()
+        if not turned.wait(patience_s):
+            stack = "".join(traceback.format_stack(sys._current_frames().get(thread))).rstrip()
+            text = "the loop has stood still for %g s, here:"
+            log.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (patience_s,), None, sinfo=stack))
+            turned.wait()
 
 
 def stop_node() -> None:

@@ -11,7 +11,7 @@ characters, and what some programs take for line ends, are escaped, and a traceb
 Rejected: each process a file of its own (five files to read for one event); a signal for each rotation (a process that
 has not come to its handler would miss it).
 
-Invariants. (1) A record is one line, but for a traceback in text, whose lines begin with blanks. (2) A log that cannot
+Invariants. (1) A record is one line, but for a stack in text, whose lines begin with blanks. (2) A log that cannot
 be written never keeps a process from its work.
 """
 
@@ -43,8 +43,10 @@ class TextLines(logging.Formatter):
         return super().formatMessage(record).translate(_ESCAPES)
 
     def formatException(self, ei: object) -> str:
-        lines = super().formatException(ei).split("\n")  # type: ignore[arg-type]
-        return "\n".join(f"    {line.translate(_ESCAPES)}" for line in lines)
+        return self.formatStack(super().formatException(ei))  # type: ignore[arg-type]
+
+    def formatStack(self, stack_info: str) -> str:
+        return "\n".join(f"    {line.translate(_ESCAPES)}" for line in stack_info.split("\n"))
 
 
 class JsonLines(logging.Formatter):
@@ -66,6 +68,8 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             said["error"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            said["stack"] = record.stack_info
         return json.dumps(said)  # nothing but ASCII
 
 
