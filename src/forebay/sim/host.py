@@ -70,6 +70,7 @@ class Host:
         self.full: set[str] = set()  # volumes that take nothing more
         self.failing: set[str] = set()  # volumes whose next sync fails
         self.volumes: list[str] = []
+        self.changes: Callable[[str], None] = lambda volume: None  # hears of each change to a volume, before it is made
         self.changes_left = -1  # calls that change something until the process is killed; negative: it is not
         self._paths: dict[int, str] = {}  # of open descriptors
         self._sockets: set[socket.socket] = set()
@@ -109,7 +110,10 @@ class Host:
             if self.changes_left < 0:
                 self.dead = True
                 raise Killed
-        if grows and self.full and self._volume(path) in self.full:
+        volume = self._volume(path)
+        if volume:
+            self.changes(volume)
+        if grows and volume in self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
     def _note(self, what: str, path: str, source: str = "", *, directory: bool = False) -> None:

@@ -68,3 +68,8 @@ class Life:
         self.is_up = False
         await self.front.stop(1.0)
         await self.engine.stop(flush=flush)
+
+
+def is_up(life: Life | None) -> bool:
+    """Whether a node serves."""
+    return life is not None and life.is_up

@@ -43,7 +43,7 @@ from forebay.sim.checks import left_over, watch_evictions, watched_retries
 from forebay.sim.clients import Board, Client, Judge, Place
 from forebay.sim.doors import Listener, empty, open_doors
 from forebay.sim.host import Host, Hosts
-from forebay.sim.life import Life
+from forebay.sim.life import Life, is_up
 from forebay.sim.loop import Killed, ReadySockets, VirtualLoop
 from forebay.sim.network import STORE, AgreedFar, Network
 from forebay.sim.pools import SimThreads
@@ -98,6 +98,7 @@ class Node:
             take_over=True,
         )
         self.life: Life | None = None
+        self.host.changes = lambda volume: self.threads.changes(volume, serves=is_up(self.life))
         self.is_up = False
         self.lives = 0
         self.paused_until_s = 0.0

@@ -22,7 +22,7 @@ from forebay.node.engine.read import cold, pages
 from forebay.node.engine.write import appends, copies, locks, parts, uploads, writes
 from forebay.node.front.objects import fast_lane
 from forebay.node.store import whereabouts
-from forebay.node.store.disk import journal
+from forebay.node.store.disk import journal, volume_threads
 from forebay.node.store.writer import puts
 from forebay.sim.doors import Patch, patched
 
@@ -260,6 +260,17 @@ def _upload() -> list[Patch]:
     return [(uploads.UploadBook, "_finish", finish)]
 
 
+def _waiting() -> list[Patch]:
+    """The loop makes the changes that a volume's own thread should make, and so waits for the disk."""
+
+    def call(self: volume_threads.Desk, work: Callable[..., Any], *arguments: Any, unwanted: Any = None) -> Any:
+        if self.late:
+            raise volume_threads.Late(self._path)
+        return work(*arguments)
+
+    return [(volume_threads.Desk, "call", call)]
+
+
 PLANTS: Plants = {
     "append": _append,
     "commit": _commit,
@@ -286,6 +297,7 @@ PLANTS: Plants = {
     "sent": _sent,
     "settled": _settled,
     "upload": _upload,
+    "waiting": _waiting,
     "whose": _whose,
     "write": _write,
 }

@@ -3,7 +3,7 @@
 Theory. A piece of work runs from its beginning to its end without anything between; what is left to chance is when it
 begins, and which of the waiting ones is next. Where the product blocks until a piece is done, it is done there and
 then. A stalled disk's pools do nothing until it answers: who blocks for one of them loses its patience, and so much
-time has passed.
+time has passed. If the loop changes something on it while others are served, that is a finding (`changes`).
 
 Rejected: real threads that take turns (a switch costs more than most pieces).
 """
@@ -56,6 +56,7 @@ class _Pool(Executor):
         self._threads.pool_of.pop(future, None)
         if not future.set_running_or_notify_cancel():
             return
+        self._threads.working += 1
         try:
             result = work(*arguments, **named)
         except (AssertionError, Killed):
@@ -64,6 +65,8 @@ class _Pool(Executor):
             future.set_exception(error)
         else:
             future.set_result(result)
+        finally:
+            self._threads.working -= 1
 
 
 class SimThreads:
@@ -74,6 +77,7 @@ class SimThreads:
         self.loop: asyncio.AbstractEventLoop
         self.pool_of: dict[Future[Any], _Pool] = {}
         self.held: list[_Pool] = []
+        self.working = 0  # pieces under way; more than one where a piece blocks for another
         self._stalled: set[str] = set()
         self.name_of: Callable[[str], str] = lambda disk: disk  # a volume's id to its path
 
@@ -116,6 +120,13 @@ class SimThreads:
             held, self.held = self.held, []
             for pool in held:
                 self.later(pool.turn)
+
+    def changes(self, path: str, *, serves: bool) -> None:
+        """Something on this volume is changed now. While its disk is stalled that waits until it answers: with a thread
+        that is nobody's own, or with the loop, which is a finding if the node `serves`."""
+        if path in self._stalled:
+            assert self.working or not serves, f"the loop itself changes something on {path}, which does not answer"
+            self.answered(path)
 
     def end_life(self) -> None:
         """All threads are gone with the process; the disks stay as they are."""

@@ -10,6 +10,7 @@ Long work runs in steps: a disk that is busy with one request for seconds looks 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Generator
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -18,6 +19,9 @@ from typing import Any, TypeVar
 from forebay.core.errors import VolumeMissing
 from forebay.core.machines.stall import LOOK_S
 from forebay.node.store.disk.volume import Volume, stalled
+from forebay.node.store.writer.volumes import VolumeSet
+
+DISK_THREADS = 8  # of the shared ones that one disk may take: a quarter of them
 
 ResultT = TypeVar("ResultT")
 
@@ -28,6 +32,22 @@ async def by_disk(volume: Volume | None, workers: Executor, work: Callable[[], R
     return await _answered(
         volume, asyncio.get_running_loop().run_in_executor(threads_of(volume, workers), work), subject
     )
+
+
+class SharedThreads:
+    """Of threads that all disks share each disk takes a few at most, so that one which does not answer takes no more.
+    For work that may last longer than an answer of a disk, as joining parts does: in the disk's own threads it would
+    count as a disk that does not answer."""
+
+    def __init__(self, volumes: VolumeSet, workers: Executor) -> None:
+        self._volumes, self._workers = volumes, workers
+        self._turns: dict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(DISK_THREADS))
+
+    async def work(self, at: str, call: Callable[..., ResultT], *arguments: object) -> ResultT:
+        """`call` in a thread; `at` is a path on the disk that it waits for."""
+        volume = next((each.path for each in self._volumes.volumes() if at.startswith(each.path + "/")), "")
+        async with self._turns[volume]:
+            return await asyncio.get_running_loop().run_in_executor(self._workers, call, *arguments)
 
 
 async def _answered(volume: Volume | None, doing: asyncio.Future[ResultT], subject: str) -> ResultT:

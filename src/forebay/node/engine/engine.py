@@ -334,7 +334,7 @@ class Engine:
             flush=self.flush,
             wall_s=self.clock.wall_s,
         )
-        self.tags = Tags(self.store, self.buckets, self.writes, self.flusher, self._workers)
+        self.tags = Tags(self.store, self.buckets, self.writes, self.flusher)
         self.uploads = UploadBook(
             self._meta,
             self.buckets,

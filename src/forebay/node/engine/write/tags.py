@@ -15,9 +15,6 @@ bytes nor version nor ETag of an object change.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from concurrent.futures import Executor
-from typing import TypeVar
 
 import msgspec
 
@@ -31,18 +28,15 @@ from forebay.node.engine.write.writes import Owes, Writes, check_writable
 from forebay.node.store.disk.notes import succeeding
 from forebay.node.store.writer.writer import Store
 
-ResultT = TypeVar("ResultT")
-
 
 class Tags:
     """See the module's header."""
 
-    def __init__(self, store: Store, buckets: Buckets, writes: Writes, owes: Owes, workers: Executor) -> None:
+    def __init__(self, store: Store, buckets: Buckets, writes: Writes, owes: Owes) -> None:
         self._store = store
         self._buckets = buckets
         self._writes = writes
         self._owes = owes
-        self._workers = workers
 
     async def read(self, named: ObjectNamed) -> TagsSaid:
         """The object's tags. `NotFound`; `NotSupported` if only a backend knows them and does not tell."""
@@ -105,7 +99,7 @@ class Tags:
         tagged = headings.plan(bucket, info_of(record, key), record, tags, owes)
 
         async def keep() -> None:
-            await self._in_worker(lambda: headings.keep(tagged))
+            await asyncio.get_running_loop().run_in_executor(tagged.volume.desk.bearers, headings.keep, tagged)
             owed = headings.show(tagged)
             if owed is not None:
                 self._owes.add(owed)
@@ -115,9 +109,6 @@ class Tags:
             await keep()
         else:
             await self._writes.replicas.retag(bucket, tagged.info, tagged.note, keep)
-
-    async def _in_worker(self, work: Callable[[], ResultT]) -> ResultT:
-        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
 
 
 def _no_such_key(key: str) -> NotFound:

@@ -33,7 +33,7 @@ import itertools
 import logging
 import os
 from bisect import bisect_left, insort
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -64,6 +64,7 @@ from forebay.core.messages.calls import (
 from forebay.core.types import Headers, ObjectInfo, check_key
 from forebay.meta.seam import MetaStore
 from forebay.node.engine.buckets import Buckets, Served
+from forebay.node.engine.disk_wait import SharedThreads
 from forebay.node.engine.write import parts as files
 from forebay.node.engine.write import uploads_elsewhere
 from forebay.node.engine.write.through_bodies import Filled
@@ -201,7 +202,7 @@ class UploadBook:
         self._writes = writes
         self._clock = clock
         self._chance = chance
-        self._workers = workers
+        self._workers = SharedThreads(store, workers)
         self._boot_id = boot_id
         self._open: dict[str, Upload] = {}
         self._done: dict[str, UploadRecord] = {}
@@ -383,7 +384,7 @@ class UploadBook:
             return await self._take(call)
         finally:
             if call.path:
-                await self._work(files.forget, call.path)
+                await self._workers.work(call.path, files.forget, call.path)
 
     async def _take(self, call: UploadPartCall) -> PartState:
         if (there := await self._elsewhere(call.bucket, call.upload_id)) is not None:
@@ -399,7 +400,7 @@ class UploadBook:
             now_s = round(self._clock.wall_s(), 3)
             part = Part(call.number, upload.seq, call.size_bytes, call.md5, now_s, algorithm, checksum)
             try:
-                part = await self._work(self._place, call, directory, part, kept)
+                part = await self._workers.work(directory, self._place, call, directory, part, kept)
             except OSError as error:
                 raise disk_trouble(error, f"part {call.number}") from error
             path = os.path.join(directory, rules.name_of(part))
@@ -413,10 +414,11 @@ class UploadBook:
                     if token:
                         upload.tokens[part.number] = token
                     if replaced is not None:
-                        await self._work(files.forget, os.path.join(directory, rules.name_of(replaced)))
+                        old = os.path.join(directory, rules.name_of(replaced))
+                        await self._workers.work(old, files.forget, old)
             except BaseException:
                 if upload.parts.get(part.number) is not part:
-                    await self._work(files.forget, path)
+                    await self._workers.work(path, files.forget, path)
                 raise
         return _state(part)
 
@@ -465,7 +467,7 @@ class UploadBook:
 
     async def _remove(self, kept: UploadRecord) -> None:
         try:
-            await self._work(files.remove, self.directory(kept))
+            await self._workers.work(directory := self.directory(kept), files.remove, directory)
         except Unavailable:
             pass  # a sweep removes it when the disk is back
 
@@ -552,7 +554,7 @@ class UploadBook:
 
         try:
             self._store.free_to_write(call.bucket, call.key, size_bytes - chosen[0].size_bytes)
-            sums = await self._work(files.join, directory, chosen, target)
+            sums = await self._workers.work(directory, files.join, directory, chosen, target)
         except (OSError, Unavailable) as error:
             if kept.backend_id and served.bucket.write == "through":
                 return await self._make_there_alone(served, upload, call, chosen)
@@ -572,9 +574,9 @@ class UploadBook:
                 send=send,
             )
         except Exception:  # a cancelled call is left as a stop would leave it: the commit may be under way
-            await self._work(files.unjoin, directory, chosen[0], target)
+            await self._workers.work(directory, files.unjoin, directory, chosen[0], target)
             raise
-        await self._work(files.forget, target)  # left over if the object is small or had no room
+        await self._workers.work(target, files.forget, target)  # left over if the object is small or had no room
         return written
 
     async def _make_there_alone(
@@ -689,7 +691,7 @@ class UploadBook:
         except Unavailable as error:
             log.warning("%s", error)
         else:
-            upload.parts = await self._work(files.scan, directory)
+            upload.parts = await self._workers.work(directory, files.scan, directory)
             upload.seq = max((part.seq for part in upload.parts.values()), default=0)
             if kept.done is not None and await self._committed(kept, directory, upload):
                 done = msgspec.structs.replace(kept, done=msgspec.structs.replace(kept.done, committed=True))
@@ -707,7 +709,9 @@ class UploadBook:
         if record.etag == kept.done.etag:
             return True
         path = self._store.data_path(record)
-        return bool(path) and await self._work(files.holds, directory, list(upload.parts.values()), path)
+        return bool(path) and await self._workers.work(
+            directory, files.holds, directory, list(upload.parts.values()), path
+        )
 
     async def tend(self) -> None:
         """Sweep now, and then every SWEEP_EVERY_S, for ever."""
@@ -741,9 +745,9 @@ class UploadBook:
                 await self._meta.delete(kept.name)
         for at in self._store.volumes():
             holder = os.path.join(at.path, "parts")
-            for upload_id in await self._work(files.directories, holder):
+            for upload_id in await self._workers.work(holder, files.directories, holder):
                 if upload_id not in self._open and upload_id not in self._clearing:
-                    await self._work(files.remove, os.path.join(holder, upload_id))
+                    await self._workers.work(holder, files.remove, os.path.join(holder, upload_id))
 
     async def aclose(self, grace_s: float = 10.0) -> None:
         """Stop. Work that does not end within `grace_s` is left as a stop of the process would leave it."""
@@ -768,10 +772,6 @@ class UploadBook:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, ForebayError):
             log.error("an upload's work broke: %r", error, exc_info=error)
-
-    async def _work(self, call: Callable[..., ResultT], *arguments: Any) -> ResultT:
-        """`call` in a worker thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._workers, functools.partial(call, *arguments))
 
 
 def _state(part: Part) -> PartState:
