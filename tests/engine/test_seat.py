@@ -94,7 +94,7 @@ def test_who_keeps_what_no_backend_has_alone_says_so() -> None:
         assert not one.state().nodes[0].kept_once, "nobody asked for two copies"
         one.keeps([Bucket("own", LOCAL_URL, write="local", copies=2)])
         await until_async(lambda: one.state().nodes[0].kept_once)
-        assert "here alone" in one.state().nodes[0].doing
+        await until_async(lambda: "here alone" in one.state().nodes[0].doing)
 
         two = seat_of(agreed, "n2")
         two.keeps([Bucket("own", LOCAL_URL, write="local", copies=2)])

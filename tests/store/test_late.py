@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+import builtins
 import os
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -135,33 +136,31 @@ def test_a_file_that_was_made_too_late_goes_again(bench: Bench, monkeypatch: pyt
 
 
 # --- the store's thread changes nothing itself -----------------------------------------------------------------------
-CHANGES = {"os.remove", "os.rename", "os.truncate", "os.mkdir", "os.rmdir", "os.link"}
-_audited: dict[int, tuple[str, list[str]]] = {}  # of a thread: a directory, and what the thread changed there
-
-
-def _audit(event: str, arguments: tuple[object, ...]) -> None:
-    if _audited and (event == "open" or event in CHANGES):
-        directory, changes = _audited.get(threading.get_ident(), ("", []))
-        is_change = event != "open" or bool(arguments[2] & os.O_ACCMODE)  # type: ignore[operator]
-        if directory and is_change and str(arguments[0]).startswith(directory):
-            changes.append(f"{event} {arguments[0]}")
-
-
-@functools.cache
-def _hook() -> None:
-    sys.addaudithook(_audit)  # once: it cannot be taken back
+CHANGING = ["unlink", "remove", "rename", "replace", "truncate", "mkdir", "rmdir", "link"]
 
 
 @contextmanager
 def changed_here(bench: Bench) -> Iterator[list[str]]:
-    """What the calling thread itself changes in the volume's directory. A disk may stop at each of these."""
-    _hook()
-    changes: list[str] = []
-    _audited[threading.get_ident()] = (str(bench.dirs[0]), changes)
-    try:
+    """What the calling thread itself changes in the volume's directory. A disk may stop at each of these. (No audit
+    hook: that stays for the whole process, and torch's compiler takes notice of it in other tests.)"""
+    directory, thread, changes = str(bench.dirs[0]), threading.get_ident(), list[str]()
+
+    def noting(name: str, real: Callable[..., Any], is_change: Callable[..., bool]) -> Callable[..., Any]:
+        def call(path: Any, *arguments: Any, **named: Any) -> Any:
+            if threading.get_ident() == thread and str(path).startswith(directory) and is_change(*arguments, **named):
+                changes.append(f"{name} {path}")
+            return real(path, *arguments, **named)
+
+        return call
+
+    with ExitStack() as patches:
+        for name in CHANGING:
+            patches.enter_context(mock.patch.object(os, name, noting(name, getattr(os, name), lambda *_, **__: True)))
+        by_flags = noting("open", os.open, lambda flags, *_, **__: bool(flags & os.O_ACCMODE))
+        by_mode = noting("open", open, lambda mode="r", *_, **__: bool(set(mode) & set("wxa+")))
+        patches.enter_context(mock.patch.object(os, "open", by_flags))
+        patches.enter_context(mock.patch.object(builtins, "open", by_mode))
         yield changes
-    finally:
-        del _audited[threading.get_ident()]
 
 
 def test_a_volume_that_was_full_is_made_ready_by_its_own_thread(bench: Bench) -> None:
