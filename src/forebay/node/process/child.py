@@ -52,6 +52,7 @@ log = logging.getLogger("forebay.process")
 
 EXIT_REFUSED = 78  # sysexits.h EX_CONFIG: the settings or the machine must change first
 SHOWN_AFTER = 0.75  # the share of its deadline after which a process that does not beat shows where it stands
+LOOKS = 8  # in that time
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -119,14 +120,19 @@ def beat(loop: asyncio.AbstractEventLoop, deadline_s: float, fd: int = 0) -> Non
 
 
 def _watch(thread: int, patience_s: float, turned: threading.Event) -> None:
-    """Log what `thread` does when it has not `turned` for `patience_s`."""
+    """Log what `thread` does when it has not `turned` for `patience_s`. A pause of the whole process counts as one
+    look, as it does for the supervisor."""
+    silent = 0
     while True:
-        turned.clear()
-        if not turned.wait(patience_s):
+        if turned.wait(patience_s / LOOKS):
+            turned.clear()
+            silent = 0
+            continue
+        silent += 1
+        if silent == LOOKS:
             stack = "".join(traceback.format_stack(sys._current_frames().get(thread))).rstrip()
             text = "the loop has stood still for %g s, here:"
             log.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (patience_s,), None, sinfo=stack))
-            turned.wait()
 
 
 def stop_node() -> None:
