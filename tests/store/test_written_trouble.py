@@ -13,7 +13,7 @@ import pytest
 from forebay.core.errors import Corrupt, Unavailable, VolumeMissing
 from forebay.core.record import Record, State
 from forebay.node.store.disk.index import Index
-from forebay.node.store.writer import misplaced
+from forebay.node.store.writer import misplaced, volumes
 from forebay.node.store.writer.writer import Store
 from tests.store import owned_objects as owning
 from tests.store import store_objects as objects
@@ -442,9 +442,13 @@ def test_what_could_not_be_moved_is_refused_until_it_can(tmp_path: Path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(misplaced, "_copy", refuse)
+        patch.setattr(misplaced, "has_room", lambda path: path == str(tmp_path / "a"))
+        patch.setattr(volumes, "has_room", lambda path: path == str(tmp_path / "a"))
         store = bench.open()
+        assert not store.finds_room(), "the other volume has none"
     first, second = store.usable()
     assert store.astray == {first.id: {objects.BUCKET}}
+    assert store.finds_room(), "now it has: the engine starts again, and moves them"
     stuck = [f"large-{n}" for n in range(8) if store.volume_of(objects.BUCKET, f"large-{n}") == second.id]
     assert stuck
     for number in range(8):
@@ -461,6 +465,7 @@ def test_what_could_not_be_moved_is_refused_until_it_can(tmp_path: Path, monkeyp
     bench.close()
     bench.options["astray"] = True
     assert bench.open().astray == {}
+    assert not bench.store.finds_room()
     for key in stuck:
         assert owning.read(bench, key) is not None
     bench.close()

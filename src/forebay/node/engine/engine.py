@@ -724,7 +724,7 @@ class Engine:
                     await self.known.tend(self.store, self.writes.written_buckets())
                 self.room.follow_volumes()
                 if self.store.finds_room() and not self.starts_again.is_set():
-                    log.warning("there is room to open a volume that was left out: the engine starts again")
+                    log.warning("a volume has the room that it lacked at the start: the engine starts again")
                     self.starts_again.set()
                 if self._identities.read():
                     self.fronts.greet_again()

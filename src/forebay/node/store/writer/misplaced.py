@@ -28,7 +28,7 @@ from forebay.core.errors import Corrupt, ForebayError
 from forebay.core.record import Record, State
 from forebay.core.types import ObjectInfo
 from forebay.node.store.disk import files, keys, ledger
-from forebay.node.store.disk.volume import INCOMING, StoreEvent, Volume
+from forebay.node.store.disk.volume import INCOMING, StoreEvent, Volume, has_room
 from forebay.node.store.writer import owned
 from forebay.node.store.writer.owned import NotedRecord
 from forebay.node.store.writer.puts import Change, Delete, Put, Puts
@@ -40,8 +40,8 @@ _BATCH = 64
 
 
 def move_owned(volumes: VolumeSet, puts: Puts, all_volumes: Sequence[Volume]) -> dict[str, set[str]]:
-    """Move what is owed to its key's volume. What cannot move stays and is reported. Returns by volume id the buckets
-    of which something stayed."""
+    """Move what is owed to its key's volume. What cannot move stays and is reported, and `volumes` waits for room on
+    the disks that have none (`VolumeSet.finds_room`). Returns by volume id the buckets of which something stayed."""
     stayed: dict[str, set[str]] = {}
     for volume in all_volumes:
         moved = stuck = 0
@@ -57,13 +57,15 @@ def move_owned(volumes: VolumeSet, puts: Puts, all_volumes: Sequence[Volume]) ->
             detail = f"{moved} objects and deletes not yet flushed went to the volumes that their keys belong to now"
             if stuck:
                 detail += (
-                    f"; {stuck} could not, and cannot be read until they can: make room or raise --capacity, restart"
+                    f"; {stuck} could not, and cannot be read until they can: make room on the disk (they go there "
+                    "when there is), or raise --capacity and restart"
                 )
             volumes.tell(StoreEvent("owed-moved", volume.id, detail))
         if stuck:
             stayed[volume.id] = {
                 each.bucket for each in owned.kept(volume) if volumes.volume_of(each.bucket, each.key) != volume.id
             }
+    volumes.crowded = [volume.path for volume in all_volumes if stayed and not has_room(volume.path)]
     return stayed
 
 

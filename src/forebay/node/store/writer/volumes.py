@@ -60,6 +60,7 @@ class VolumeSet(Whereabouts[Volume]):
         self.owners = Owners()
         self.any_stalled = False
         self.roomless: dict[str, bool] = {}  # by path: volumes without room to be opened; whether some seemed free
+        self.crowded: list[str] = []  # volumes without room when something owed could not be moved to its own
         self.on_lost: Callable[[Lost], None] = lambda lost: None  # called for each object lost from now on
         self.on_missing: Callable[[Record], None] = lambda record: None  # whose file is gone: it is out of the index
         self.unshown: dict[tuple[str, str], Volume] = {}  # keys with a change that the index has not taken yet
@@ -104,8 +105,10 @@ class VolumeSet(Whereabouts[Volume]):
         self.owners = Owners(self._known, self._by_id)
 
     def finds_room(self) -> bool:
-        """Whether a volume that had no room to be opened may have it now: open the store again."""
-        return any(has_room(path) for path, seemed in self.roomless.items() if not seemed)
+        """Whether a volume may have room now that had none to be opened, or to take what is its own: open the store
+        again."""
+        roomless = [path for path, seemed in self.roomless.items() if not seemed]
+        return any(map(has_room, [*roomless, *self.crowded]))
 
     def serve(self) -> None:
         """Others are served from now on: limit how long the store's thread waits for a disk."""
