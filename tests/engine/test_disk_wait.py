@@ -17,15 +17,15 @@ def test_a_disk_that_does_not_answer_leaves_threads_for_others(tmp_path: Path) -
     frozen, healthy = (f"{tmp_path}/{name}/parts/upload" for name in ("frozen", "healthy"))
     answers, begun = threading.Event(), []
 
-    def wait() -> None:
+    def wait(path: str) -> None:
         begun.append(threading.get_ident())
         answers.wait()
 
     async def story(workers: ThreadPoolExecutor) -> None:
         threads = SharedThreads(store, workers)
-        stuck = [asyncio.create_task(threads.work(frozen, wait)) for _ in range(2 * WORKERS)]
-        done = await asyncio.gather(*(threads.work(healthy, str.upper, "part") for _ in range(2 * WORKERS)))
-        assert set(done) == {"PART"}
+        stuck = [asyncio.create_task(threads.work(wait, frozen)) for _ in range(2 * WORKERS)]
+        done = await asyncio.gather(*(threads.work(str.upper, healthy) for _ in range(2 * WORKERS)))
+        assert set(done) == {healthy.upper()}
         assert len(begun) <= DISK_THREADS
         assert not any(each.done() for each in stuck)
         answers.set()

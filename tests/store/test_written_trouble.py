@@ -449,6 +449,9 @@ def test_what_could_not_be_moved_is_refused_until_it_can(tmp_path: Path, monkeyp
     first, second = store.usable()
     assert store.astray == {first.id: {objects.BUCKET}}
     assert store.finds_room(), "now it has: the engine starts again, and moves them"
+    with monkeypatch.context() as patch:
+        patch.setattr(second, "state", "out")
+        assert not store.finds_room(), "what lies at its path now is not its disk"
     stuck = [f"large-{n}" for n in range(8) if store.volume_of(objects.BUCKET, f"large-{n}") == second.id]
     assert stuck
     for number in range(8):

@@ -36,15 +36,20 @@ class Life:
         self.settings, self._opener = settings, opener
         self.loop = VirtualLoop(clock, lambda: threads.pool(32, "default"), is_dead, alone=alone)
         self.loop.set_exception_handler(lambda _, context: broke(context))
-        threads.loop = self.loop
+        self._threads = threads
+        threads.loop, threads.serves = self.loop, False
         self.engine: Engine
         self.front: Front
-        self.is_up = False
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run the loop until `work` is done."""
         asyncio.set_event_loop(self.loop)
         return self.loop.run_until_complete(work)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it serves."""
+        return self._threads.serves
 
     @property
     def address(self) -> str:
@@ -61,15 +66,10 @@ class Life:
         listener.bind(str(path))
         self.front = Front(self.settings, 0)
         await self.front.start(listener)
-        self.is_up = True
+        self._threads.serves = True
 
     async def stop(self, *, flush: bool) -> None:
         """As at SIGTERM."""
-        self.is_up = False
+        self._threads.serves = False
         await self.front.stop(1.0)
         await self.engine.stop(flush=flush)
-
-
-def is_up(life: Life | None) -> bool:
-    """Whether a node serves."""
-    return life is not None and life.is_up

@@ -43,7 +43,7 @@ from forebay.sim.checks import left_over, watch_evictions, watched_retries
 from forebay.sim.clients import Board, Client, Judge, Place
 from forebay.sim.doors import Listener, empty, open_doors
 from forebay.sim.host import Host, Hosts
-from forebay.sim.life import Life, is_up
+from forebay.sim.life import Life
 from forebay.sim.loop import Killed, ReadySockets, VirtualLoop
 from forebay.sim.network import STORE, AgreedFar, Network
 from forebay.sim.pools import SimThreads
@@ -86,6 +86,7 @@ class Node:
         self.host.volumes = [f"{self.host.root}/v0"]
         timing = Random(world.dice.getrandbits(64))
         self.threads = SimThreads(timing, world.clock, lambda: 0.002 * timing.random() ** 2)
+        self.host.changes = self.threads.changes
         self.settings = Settings(
             dir=f"{self.host.root}/node",
             listen=f"127.0.0.1:{self.port}",
@@ -98,7 +99,6 @@ class Node:
             take_over=True,
         )
         self.life: Life | None = None
-        self.host.changes = lambda volume: self.threads.changes(volume, serves=is_up(self.life))
         self.is_up = False
         self.lives = 0
         self.paused_until_s = 0.0

@@ -78,6 +78,7 @@ class SimThreads:
         self.pool_of: dict[Future[Any], _Pool] = {}
         self.held: list[_Pool] = []
         self.working = 0  # pieces under way; more than one where a piece blocks for another
+        self.serves = False  # clients
         self._stalled: set[str] = set()
         self.name_of: Callable[[str], str] = lambda disk: disk  # a volume's id to its path
 
@@ -121,11 +122,11 @@ class SimThreads:
             for pool in held:
                 self.later(pool.turn)
 
-    def changes(self, path: str, *, serves: bool) -> None:
+    def changes(self, path: str) -> None:
         """Something on this volume is changed now. While its disk is stalled that waits until it answers: with a thread
         that is nobody's own, or with the loop, which is a finding if the node `serves`."""
         if path in self._stalled:
-            assert self.working or not serves, f"the loop itself changes something on {path}, which does not answer"
+            assert self.working or not self.serves, f"the loop itself changes {path}, which does not answer"
             self.answered(path)
 
     def end_life(self) -> None:

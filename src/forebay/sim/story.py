@@ -33,7 +33,7 @@ from forebay.sim.clients import FULL, Ask, Board, Client, Judge, Place, Sizes
 from forebay.sim.doors import Listener, empty, open_doors
 from forebay.sim.history import ABSENT
 from forebay.sim.host import Host
-from forebay.sim.life import Life, is_up
+from forebay.sim.life import Life
 from forebay.sim.loop import Killed
 from forebay.sim.operator import Operator
 from forebay.sim.pools import SimThreads
@@ -95,6 +95,7 @@ class Story(World):
         self.host = Host(self.root, Random(dice.getrandbits(64)))
         self.host.volumes = [f"{self.root}/v{number}" for number in range(dice.choice([2, 2, 3]))]
         self.threads = SimThreads(self.timing, self.clock, lambda: 0.002 * self.timing.random() ** 2)
+        self.host.changes = self.threads.changes
         self.service = self.opens_a_bucket_service()
         self.chance = self.has_chances()
         self.settings = Settings(
@@ -120,7 +121,6 @@ class Story(World):
         self.operator = Operator(self._ask_by(CLIENTS), self.board, self.places, Random(dice.getrandbits(64)))
         self._lost_memory = False
         self.life: Life | None = None
-        self.host.changes = lambda volume: self.threads.changes(volume, serves=is_up(self.life))
         self._callers: list[asyncio.Task[None]] = []
         self.lives = 0
         self.ever: dict[Place, dict[str, int]] = defaultdict(dict)  # what was ever written there

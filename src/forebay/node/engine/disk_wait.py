@@ -43,11 +43,11 @@ class SharedThreads:
         self._volumes, self._workers = volumes, workers
         self._turns: dict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(DISK_THREADS))
 
-    async def work(self, at: str, call: Callable[..., ResultT], *arguments: object) -> ResultT:
-        """`call` in a thread; `at` is a path on the disk that it waits for."""
+    async def work(self, call: Callable[..., ResultT], at: str, *arguments: object) -> ResultT:
+        """`call(at, *arguments)` in a thread; `at` is a path on the disk that it waits for."""
         volume = next((each.path for each in self._volumes.volumes() if at.startswith(each.path + "/")), "")
         async with self._turns[volume]:
-            return await asyncio.get_running_loop().run_in_executor(self._workers, call, *arguments)
+            return await asyncio.get_running_loop().run_in_executor(self._workers, call, at, *arguments)
 
 
 async def _answered(volume: Volume | None, doing: asyncio.Future[ResultT], subject: str) -> ResultT:

@@ -40,19 +40,20 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
 from forebay.core.errors import Closed
-from forebay.core.machines.pulse import interval_s
+from forebay.core.machines.pulse import Pulse, interval_s
 from forebay.node.settings import Settings, from_json
+from forebay.ports import clock, machine
 
 log = logging.getLogger("forebay.process")
 
 EXIT_REFUSED = 78  # sysexits.h EX_CONFIG: the settings or the machine must change first
-SHOWN_AFTER = 0.75  # the share of its deadline after which a process that does not beat shows where it stands
-LOOKS = 8  # in that time
+SHOWN_AFTER = 0.75  # of its deadline, a process that does not beat shows where it stands
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -105,34 +106,31 @@ def follow_parent(loop: asyncio.AbstractEventLoop, told: Callable[[bytes], None]
 def beat(loop: asyncio.AbstractEventLoop, deadline_s: float, fd: int = 0) -> None:
     """From now on tell the supervisor, again and again, that `loop` turns. Call it in the loop's thread. If the loop
     does not turn for most of `deadline_s` (0: however long), where it stands is logged."""
-    turned = threading.Event()
+    beats = 0
 
     def tell() -> None:
-        turned.set()
+        nonlocal beats
+        beats += 1
         with suppress(OSError):  # it does not read: it is busy, or stopped, or gone
             os.write(fd, b".")
         loop.call_later(interval_s(deadline_s), tell)
 
     tell()
     if deadline_s:
-        watched = (threading.get_ident(), SHOWN_AFTER * deadline_s, turned)
+        watched = (threading.get_ident(), Pulse(SHOWN_AFTER * deadline_s), lambda: beats)
         threading.Thread(target=_watch, args=watched, name="forebay-pulse", daemon=True).start()
 
 
-def _watch(thread: int, patience_s: float, turned: threading.Event) -> None:
-    """Log what `thread` does when it has not `turned` for `patience_s`. A pause of the whole process counts as one
-    look, as it does for the supervisor."""
-    silent = 0
+def _watch(thread: int, pulse: Pulse, beats: Callable[[], int]) -> None:
+    """Log, once, where `thread` stands when it hangs by the supervisor's own rule."""
+    hangs = False
     while True:
-        if turned.wait(patience_s / LOOKS):
-            turned.clear()
-            silent = 0
-            continue
-        silent += 1
-        if silent == LOOKS:
+        time.sleep(interval_s(pulse.deadline_s))
+        before, hangs = hangs, pulse.look(clock.monotonic_s(), beats(), machine.active_s(os.getpid()))
+        if hangs and not before:
             stack = "".join(traceback.format_stack(sys._current_frames().get(thread))).rstrip()
             text = "the loop has stood still for %g s, here:"
-            log.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (patience_s,), None, sinfo=stack))
+            log.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (pulse.silent_s,), None, sinfo=stack))
 
 
 def stop_node() -> None:

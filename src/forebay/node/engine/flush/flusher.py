@@ -372,20 +372,15 @@ class Flusher:
 
         Enter before taking the key's lock: the flush that makes room may need that lock.
         """
-        writer = self.admits(bucket, size_bytes)
+        writer, answer = self.admits(bucket, size_bytes), None
         if writer is None:
-            answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            answer = asyncio.get_running_loop().create_future()
             writer = self._knock(bucket, size_bytes, answer)
-            of = self._of[bucket.name]
-            of.counts.waits += 1
+            self._of[bucket.name].counts.waits += 1
             self._step(bucket.name, Pressed())
-            try:
-                await answer
-            except asyncio.CancelledError:
-                of.writers.pop(writer, None)
-                self.ended(bucket.name, writer)
-                raise
         try:
+            if answer is not None:
+                await answer
             yield
         finally:
             self.ended(bucket.name, writer)
@@ -405,8 +400,10 @@ class Flusher:
         return writer
 
     def ended(self, name: str, writer: int) -> None:
-        """The write of this number failed, or what it owes was added."""
-        if writer and name in self._of:
+        """The write of this number waits no longer, failed, or has added what it owes."""
+        of = self._of.get(name)
+        if writer and of is not None:
+            of.writers.pop(writer, None)
             self._at_gate(name, Gone(writer))
 
     def _knock(self, bucket: Bucket, size_bytes: int, answer: asyncio.Future[None] | None = None) -> int:

@@ -202,7 +202,7 @@ class UploadBook:
         self._writes = writes
         self._clock = clock
         self._chance = chance
-        self._workers = SharedThreads(store, workers)
+        self._work = SharedThreads(store, workers).work  # a function of `parts`, whose first argument is a path
         self._boot_id = boot_id
         self._open: dict[str, Upload] = {}
         self._done: dict[str, UploadRecord] = {}
@@ -384,7 +384,7 @@ class UploadBook:
             return await self._take(call)
         finally:
             if call.path:
-                await self._workers.work(call.path, files.forget, call.path)
+                await self._work(files.forget, call.path)
 
     async def _take(self, call: UploadPartCall) -> PartState:
         if (there := await self._elsewhere(call.bucket, call.upload_id)) is not None:
@@ -400,7 +400,7 @@ class UploadBook:
             now_s = round(self._clock.wall_s(), 3)
             part = Part(call.number, upload.seq, call.size_bytes, call.md5, now_s, algorithm, checksum)
             try:
-                part = await self._workers.work(directory, self._place, call, directory, part, kept)
+                part = await self._work(self._place, directory, call, part, kept)
             except OSError as error:
                 raise disk_trouble(error, f"part {call.number}") from error
             path = os.path.join(directory, rules.name_of(part))
@@ -414,15 +414,14 @@ class UploadBook:
                     if token:
                         upload.tokens[part.number] = token
                     if replaced is not None:
-                        old = os.path.join(directory, rules.name_of(replaced))
-                        await self._workers.work(old, files.forget, old)
+                        await self._work(files.forget, os.path.join(directory, rules.name_of(replaced)))
             except BaseException:
                 if upload.parts.get(part.number) is not part:
-                    await self._workers.work(path, files.forget, path)
+                    await self._work(files.forget, path)
                 raise
         return _state(part)
 
-    def _place(self, call: UploadPartCall, directory: str, part: Part, kept: UploadRecord) -> Part:
+    def _place(self, directory: str, call: UploadPartCall, part: Part, kept: UploadRecord) -> Part:
         """In a worker: move the bytes to their place under their name. Returns the part, with the checksum that it
         needs."""
         source = call.path
@@ -467,7 +466,7 @@ class UploadBook:
 
     async def _remove(self, kept: UploadRecord) -> None:
         try:
-            await self._workers.work(directory := self.directory(kept), files.remove, directory)
+            await self._work(files.remove, self.directory(kept))
         except Unavailable:
             pass  # a sweep removes it when the disk is back
 
@@ -554,7 +553,7 @@ class UploadBook:
 
         try:
             self._store.free_to_write(call.bucket, call.key, size_bytes - chosen[0].size_bytes)
-            sums = await self._workers.work(directory, files.join, directory, chosen, target)
+            sums = await self._work(files.join, directory, chosen, target)
         except (OSError, Unavailable) as error:
             if kept.backend_id and served.bucket.write == "through":
                 return await self._make_there_alone(served, upload, call, chosen)
@@ -574,9 +573,9 @@ class UploadBook:
                 send=send,
             )
         except Exception:  # a cancelled call is left as a stop would leave it: the commit may be under way
-            await self._workers.work(directory, files.unjoin, directory, chosen[0], target)
+            await self._work(files.unjoin, directory, chosen[0], target)
             raise
-        await self._workers.work(target, files.forget, target)  # left over if the object is small or had no room
+        await self._work(files.forget, target)  # left over if the object is small or had no room
         return written
 
     async def _make_there_alone(
@@ -691,7 +690,7 @@ class UploadBook:
         except Unavailable as error:
             log.warning("%s", error)
         else:
-            upload.parts = await self._workers.work(directory, files.scan, directory)
+            upload.parts = await self._work(files.scan, directory)
             upload.seq = max((part.seq for part in upload.parts.values()), default=0)
             if kept.done is not None and await self._committed(kept, directory, upload):
                 done = msgspec.structs.replace(kept, done=msgspec.structs.replace(kept.done, committed=True))
@@ -709,9 +708,7 @@ class UploadBook:
         if record.etag == kept.done.etag:
             return True
         path = self._store.data_path(record)
-        return bool(path) and await self._workers.work(
-            directory, files.holds, directory, list(upload.parts.values()), path
-        )
+        return bool(path) and await self._work(files.holds, directory, list(upload.parts.values()), path)
 
     async def tend(self) -> None:
         """Sweep now, and then every SWEEP_EVERY_S, for ever."""
@@ -745,9 +742,9 @@ class UploadBook:
                 await self._meta.delete(kept.name)
         for at in self._store.volumes():
             holder = os.path.join(at.path, "parts")
-            for upload_id in await self._workers.work(holder, files.directories, holder):
+            for upload_id in await self._work(files.directories, holder):
                 if upload_id not in self._open and upload_id not in self._clearing:
-                    await self._workers.work(holder, files.remove, os.path.join(holder, upload_id))
+                    await self._work(files.remove, os.path.join(holder, upload_id))
 
     async def aclose(self, grace_s: float = 10.0) -> None:
         """Stop. Work that does not end within `grace_s` is left as a stop of the process would leave it."""

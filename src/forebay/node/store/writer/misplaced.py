@@ -65,7 +65,7 @@ def move_owned(volumes: VolumeSet, puts: Puts, all_volumes: Sequence[Volume]) ->
             stayed[volume.id] = {
                 each.bucket for each in owned.kept(volume) if volumes.volume_of(each.bucket, each.key) != volume.id
             }
-    volumes.crowded = [volume.path for volume in all_volumes if stayed and not has_room(volume.path)]
+    volumes.crowded = [volume for volume in all_volumes if stayed and not has_room(volume.path)]
     return stayed
 
 

@@ -60,7 +60,7 @@ class VolumeSet(Whereabouts[Volume]):
         self.owners = Owners()
         self.any_stalled = False
         self.roomless: dict[str, bool] = {}  # by path: volumes without room to be opened; whether some seemed free
-        self.crowded: list[str] = []  # volumes without room when something owed could not be moved to its own
+        self.crowded: list[Volume] = []  # volumes without room when something owed could not be moved to its own
         self.on_lost: Callable[[Lost], None] = lambda lost: None  # called for each object lost from now on
         self.on_missing: Callable[[Record], None] = lambda record: None  # whose file is gone: it is out of the index
         self.unshown: dict[tuple[str, str], Volume] = {}  # keys with a change that the index has not taken yet
@@ -107,8 +107,9 @@ class VolumeSet(Whereabouts[Volume]):
     def finds_room(self) -> bool:
         """Whether a volume may have room now that had none to be opened, or to take what is its own: open the store
         again."""
-        roomless = [path for path, seemed in self.roomless.items() if not seemed]
-        return any(map(has_room, [*roomless, *self.crowded]))
+        lacking = [path for path, seemed in self.roomless.items() if not seemed]
+        lacking += [volume.path for volume in self.crowded if volume.state != "out"]
+        return any(map(has_room, lacking))
 
     def serve(self) -> None:
         """Others are served from now on: limit how long the store's thread waits for a disk."""
