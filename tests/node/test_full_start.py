@@ -130,3 +130,36 @@ def test_a_volume_that_cannot_be_opened_for_want_of_room_is_opened_when_there_is
     until(lambda: [each["state"] for each in volumes(one).values()] == ["ok", "ok"], "it is opened by itself")
     for key, body in kept.items():
         assert one.get("own", key) == body
+
+
+@pytest.mark.parametrize("ballast", [True, False])
+def test_a_volume_that_was_away_and_is_full_when_it_comes_back_stops_no_start(
+    node: Make, disk: Disk, other: Disk, ballast: bool
+) -> None:
+    """That its records count as unconfirmed must be written first: with the ballast's room, or when there is room."""
+    small, large = disk.path / "v", other.path / "v"
+    one = node("--fronts", "1", "--flush-timeout", "0", "--volume", str(small), "--volume", str(large))
+    one.json("PUT", "buckets/own", {"name": "own", "url": "local://", "write": "local"})
+    kept = {f"{size}-{number}": pattern(size, number) for size in SIZES for number in range(COUNT)}
+    for key, body in kept.items():
+        assert one.ask("PUT", f"/own/{key}", body=body)[0] == 200
+    kill(one)
+    small.rename(disk.path / "away")
+    one.start()  # without it
+    kill(one)
+    (disk.path / "away").rename(small)
+    if not ballast:
+        (small / "ballast").unlink()
+    fill(disk)
+    one.start()
+    states = volumes(one)
+    assert states[str(large)]["state"] == "ok"
+    assert states[str(small)]["state"] in (("ok", "full") if ballast else ("out",)), one.log[-3000:]
+    for key, body in kept.items():
+        status, answer = one.ask("GET", f"/own/{key}")
+        assert (status, answer) == (200, body) or (status == 503 and str(small) in answer.decode()), (status, answer)
+        assert status == 200 or not ballast
+    (disk.path / "others").unlink()
+    until(lambda: [each["state"] for each in volumes(one).values()] == ["ok", "ok"], "both are used again")
+    for key, body in kept.items():
+        assert one.get("own", key) == body

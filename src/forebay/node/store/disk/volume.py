@@ -37,7 +37,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -70,6 +70,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NOT_THE_DISK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 
 log = logging.getLogger("forebay.store")
+Result = TypeVar("Result")
 
 
 class StoreEvent(NamedTuple):
@@ -504,6 +505,15 @@ class Volume:
             return False
         return True
 
+    def with_ballast(self, commit: Callable[[], Result]) -> Result:
+        """What `commit` returns; if the disk is full, once more with the reserved room."""
+        try:
+            return commit()
+        except OSError as error:
+            if error.errno != errno.ENOSPC or not self.drop_ballast():
+                raise
+            return commit()
+
     def heal(self) -> None:
         """Check whether the directory is still there, and whether a full volume has room again."""
         try:
@@ -529,7 +539,7 @@ class Volume:
         """Commit the pending changes, with the usage; return how many. `OSError` or `Corrupt`: nothing was changed."""
         self._count()
         try:
-            done = self.index.flush()
+            done = self.with_ballast(self.index.flush)
         except OSError as error:
             self._refused(error)
             raise
@@ -551,12 +561,7 @@ class Volume:
 
     def write(self) -> bool:
         """Commit the sealed changes, in the hand; see `Index.write`."""
-        try:
-            return self.index.write()
-        except OSError as error:
-            if error.errno != errno.ENOSPC or not self.drop_ballast():
-                raise
-            return self.index.write()
+        return self.with_ballast(self.index.write)
 
     def written(self) -> None:
         """The sealed changes are committed."""

@@ -363,12 +363,7 @@ class Puts:
     def _commit(self, volume: Volume, steps: list[_Step]) -> None:
         changes = {step.entry: step.kept() for step in steps}
         try:
-            try:
-                volume.durable.commit(changes)
-            except OSError as error:
-                if error.errno != errno.ENOSPC or not volume.drop_ballast():
-                    raise
-                volume.durable.commit(changes)
+            volume.with_ballast(lambda: volume.durable.commit(changes))
         except (OSError, Corrupt) as error:
             refused = _trouble(volume, error, "committing to the durable index")
             for step in steps:

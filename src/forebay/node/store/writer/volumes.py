@@ -85,19 +85,34 @@ class VolumeSet(Whereabouts[Volume]):
             if isinstance(error, OSError) and error.errno in NO_ROOM and volume.drop_ballast():
                 self._add(path, xattrs, expected, later)
                 return
-            if isinstance(error, OSError) and error.errno in NO_ROOM:
-                self.roomless[path] = has_room(path)
-                what = (
-                    f"{path}: there is no room to open it ({error}); it is opened when there is: make room on its disk"
-                )
-                self.tell(StoreEvent("volume-out", volume.id, what))
-                return
-            volume.trouble(error, "opening the volume")
+            self._leave_out(volume, error)
             return
         except BaseException:
             volume.release()
             raise
         self._all.append(volume)
+
+    def _leave_out(self, volume: Volume, error: OSError | Corrupt) -> None:
+        """The volume could not be made ready, and is closed."""
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            self.roomless[volume.path] = has_room(volume.path)
+            what = f"there is no room to open it ({error}); it is opened when there is: make room on its disk"
+            self.tell(StoreEvent("volume-out", volume.id, f"{volume.path}: {what}"))
+        else:
+            volume.trouble(error, "opening the volume")
+
+    def _find_missed(self, epoch: int) -> None:
+        """Learn the epoch of this start. What volumes that missed one hold counts as unconfirmed; one that has no room
+        to note that is left out."""
+        self.epoch = max([epoch, *(volume.mark.epoch for volume in self._all)])
+        for volume in list(self._all):
+            if 0 < volume.mark.epoch < self.epoch:
+                try:
+                    volume.missed_session()
+                except (OSError, Corrupt) as error:
+                    self._all.remove(volume)
+                    volume.release()
+                    self._leave_out(volume, error)
 
     def _place(self) -> None:
         usable = [volume for volume in self._all if volume.state != "out"]

@@ -107,23 +107,21 @@ class Store(VolumeSet):
         try:
             for path in dirs:
                 store._add(os.fspath(path), xattrs, (expected or {}).get(os.fspath(path)), later)
+            store._find_missed(epoch)
             if not store._all and not may_be_empty:
                 raise Unavailable("no volume can be used: see the events before this, mend a disk or give another")
-            store._agree(astray, epoch, ids_below)
+            store._agree(astray, ids_below)
         except BaseException:
             for volume in store._all:
                 volume.close(clean=False)
             raise
         return store
 
-    def _agree(self, astray: bool, epoch: int, ids_below: int) -> None:
-        """Find who missed a session, settle on the set of volumes, and drop or move what is in the wrong place."""
-        self.epoch = epoch = max([epoch, *(volume.mark.epoch for volume in self._all)])
+    def _agree(self, astray: bool, ids_below: int) -> None:
+        """Settle on the set of volumes, and drop or move what is in the wrong place."""
+        epoch = self.epoch
         ids = sorted(volume.id for volume in self._all)
         changed = not ids or any(each.mark.members != ids or each.mark.epoch != epoch for each in self._all)
-        for volume in self._all:
-            if volume.mark.epoch < epoch and volume.mark.epoch > 0:
-                volume.missed_session()
         self._place()
         start = max(1, ids_below, int((clock.wall_s() - IDS_SINCE_S) * 1e3))
         for volume in self._all:
