@@ -8,7 +8,9 @@ import subprocess
 import tarfile
 import threading
 import uuid
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import boto3
@@ -48,14 +50,23 @@ class Balancer:
     def __init__(self, nodes: list[NodeProcess]) -> None:
         self.away = set[int]()
         self.clients = [self.client_of(node) for node in nodes]
+        self.under_way, self.lock = Counter[int](), threading.Lock()
 
     @staticmethod
     def client_of(node: NodeProcess) -> object:
         """Made in the test's own thread: boto3 walks through the environment, which a program's run changes."""
         return boto3.client("s3", endpoint_url=node.endpoint, region_name="us-east-1", config=PATIENT)
 
-    def client(self, chance: random.Random) -> object:
-        return self.clients[chance.choice([n for n in range(len(self.clients)) if n not in self.away])]
+    @contextmanager
+    def client(self, chance: random.Random) -> Iterator[object]:
+        with self.lock:
+            number = chance.choice([n for n in range(len(self.clients)) if n not in self.away])
+            self.under_way[number] += 1
+        try:
+            yield self.clients[number]
+        finally:
+            with self.lock:
+                self.under_way[number] -= 1
 
 
 class Load:
@@ -80,13 +91,13 @@ class Load:
             self.requests += 1
 
     def one(self, bucket: str, key: str) -> None:
-        s3 = self.balancer.client(self.chance)
         version = self.versions.get((bucket, key), 0)
-        if version and self.chance.random() < 0.5:
-            body = s3.get_object(Bucket=bucket, Key=key)["Body"].read()  # type: ignore[attr-defined]
-            assert body == self.body(key, version), "what was acknowledged last"
-            return
-        s3.put_object(Bucket=bucket, Key=key, Body=self.body(key, version + 1))  # type: ignore[attr-defined]
+        with self.balancer.client(self.chance) as s3:
+            if version and self.chance.random() < 0.5:
+                body = s3.get_object(Bucket=bucket, Key=key)["Body"].read()  # type: ignore[attr-defined]
+                assert body == self.body(key, version), "what was acknowledged last"
+                return
+            s3.put_object(Bucket=bucket, Key=key, Body=self.body(key, version + 1))  # type: ignore[attr-defined]
         self.versions[bucket, key] = version + 1
 
     def body(self, key: str, version: int) -> bytes:
@@ -117,6 +128,7 @@ def test_nodes_are_upgraded_one_by_one_and_no_request_fails(
             id_of_it = cluster_of(each)["node_id"]
             balancer.away.add(number)  # a balancer sees that it is not ready any more
             assert "is gone" in program("drain", id_of_it).stdout
+            until(lambda number=number: not balancer.under_way[number], "that what was sent to it is answered")
             each.stop()
             again = node(*flags(tmp_path, at), dir=each.dir)  # this release, in the same directory
             nodes[number] = again

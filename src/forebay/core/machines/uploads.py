@@ -38,6 +38,7 @@ SIZES_HEADER: Final = "x-forebay-part-sizes"  # among an object's stored headers
 SIZES_CHARS_MAX: Final = 200
 PARTS_CHECKSUMS_HEADER: Final = "x-forebay-part-checksums"  # the same for their checksums
 PARTS_CHECKSUMS_CHARS_MAX: Final = 1000
+HEARD_S: Final = 60.0  # by then a node that reaches the cluster's store has heard of whoever came
 _CHECKSUM_HEADER: Final = "x-amz-checksum-"
 _NAME: Final = re.compile(r"(\d{5})-([0-9a-f]+)-([0-9a-f]+)-([0-9a-f]+)-([0-9a-f]{32})-([A-Z0-9]*)-([0-9a-f]*)")
 
@@ -92,6 +93,20 @@ def no_such_upload(upload_id: str) -> NotFound:
         f"there is no upload {upload_id[:64]!r} of this key: it was completed, aborted or never begun: begin another",
         code="NoSuchUpload",
     )
+
+
+def new_id(created_s: float, drawn: str, node: str) -> str:
+    """The id of an upload that begins; `node` is who has it, "" without a cluster."""
+    return f"{int(created_s * 1000):012x}{drawn}{node}"
+
+
+def is_new(upload_id: str, now_s: float) -> bool:
+    """Whether an upload of this id began (or will, by another's clock) so near to now that not every node may have
+    heard of the one that has it."""
+    try:
+        return abs(now_s - int(upload_id[:12], 16) / 1000) < HEARD_S
+    except ValueError:
+        return False
 
 
 def check_part(number: int, size_bytes: int) -> None:

@@ -43,6 +43,7 @@ from forebay.core import limits
 from forebay.core.cluster.membership import LOOK_S
 from forebay.core.cluster.records import Map
 from forebay.core.errors import Busy, ForebayError, Unavailable
+from forebay.core.machines import uploads
 from forebay.core.machines.opening import MISSED
 from forebay.core.messages.calls import Uploads, UploadsCall
 from forebay.core.record import State
@@ -231,12 +232,14 @@ class Homes:
 
     def upload_at(self, served: Served, upload_id: str) -> Served | None:
         """The bucket with the node in its backend's place that has this upload; None if that is this one, or nobody has
-        it. `Unavailable` if this node does not know the others yet."""
+        it. `Unavailable` if this node does not know the others yet, or one that came just now."""
         node = upload_id[-len(self.node_id) :]
         if node == self.node_id:
             return None
         if not self._seat.knows(node):
             self._agreed()
+            if uploads.is_new(upload_id, self._clock.wall_s()):
+                raise Unavailable("the upload may be at a node that came just now: try again", retry_after_s=1.0)
             return None
         return self.through(served, node)
 

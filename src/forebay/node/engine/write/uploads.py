@@ -322,7 +322,7 @@ class UploadBook:
         kept = UploadRecord(
             bucket=call.bucket,
             key=call.key,
-            upload_id=f"{int(created_s * 1000):012x}{self._chance.token_hex(10)}{node}",
+            upload_id=rules.new_id(created_s, self._chance.token_hex(10), node),
             created_s=created_s,
             volume_id=self._store.volume_of(call.bucket, call.key),
             headers=call.headers,
