@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from forebay.core.cluster.records import Map, Presence
 from forebay.core.errors import Unavailable
 from forebay.core.messages.calls import DeleteCall, ObjectNamed, PutCall, TagCall
-from forebay.core.messages.copied import ClearCopy
+from forebay.core.messages.copied import ClearCopy, Copied, CopiesSaid, KeepCopy, SendBack
 from forebay.core.s3rules.tags import tags_among
 from forebay.core.types import LOCAL_URL, Bucket
 from forebay.node.engine.replicas import COMPARED_FOR_S, Replicas
 from tests.patience import until_async
 
 from .conftest import MIB, Rig, pattern
-from .writing import put, written
+from .writing import incoming, put, written
 
 Rigged = Callable[..., None]
 
@@ -26,26 +28,39 @@ Rigged = Callable[..., None]
 class OtherNode:
     """Keeps what it is told to, and says so."""
 
-    def __init__(self) -> None:
-        self.kept: set[str] = set()
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.kept: dict[str, tuple[Copied, bytes]] = {}
         self.tags: str | None = ""  # of what it was told to keep last
         self.is_silent = False
 
     async def keep_copy(self, home: Any, bucket: str, key: str, about: Any, body: Any) -> None:
         if self.is_silent:
             raise Unavailable("it does not answer")
-        self.kept.add(key)
+        self.kept[key] = about, body.data if body.data is not None else Path(body.path).read_bytes()
         self.tags = tags_among(about.headers)
 
     async def clear_copy(self, home: Any, call: ClearCopy) -> None:
-        self.kept.discard(call.key)
+        self.kept.pop(call.key, None)
 
     async def compare_copies(self, home: Any, call: Any) -> list[str]:
-        return [key for key, _ in call.listed if key not in self.kept]
+        return [key for key, version in call.listed if key not in self.kept or self.kept[key][0].version != version]
+
+    async def ask_copies(self, home: Any, call: Any) -> CopiesSaid:
+        assert isinstance(call, SendBack)
+        if call.key not in self.kept or self.kept[call.key][0].version != call.version:
+            return CopiesSaid([call.key])
+        engine, (about, body) = self.rig.engine, self.kept[call.key]
+        path, sums = incoming(self.rig, call.key, body, call.bucket)
+        assert engine.writes.replicas is not None
+        await engine.writes.replicas.kept.takes_back(
+            KeepCopy(call.bucket, call.key, about, len(body), path, None, sums, back=True)
+        )
+        return CopiesSaid()
 
 
 def _beside_another(rig: Rig, now_s: Callable[[], float] | None = None) -> tuple[Replicas, OtherNode]:
-    engine, other = rig.engine, OtherNode()
+    engine, other = rig.engine, OtherNode(rig)
     both = {engine.node_id: 1.0, "other": 1.0}
     agreed = Map(1, True, both, both, both, held=1)
     alive = {name: Presence(f"{name} lives", 1, 1) for name in both}
@@ -55,11 +70,11 @@ def _beside_another(rig: Rig, now_s: Callable[[], float] | None = None) -> tuple
 
     kept: Any = SimpleNamespace(tidy=nothing, take_all_over=nothing, waiting=False)
     peers: Any = other
-    clock: Any = SimpleNamespace(monotonic_s=now_s or engine.clock.monotonic_s)
+    clock: Any = SimpleNamespace(monotonic_s=now_s or engine.clock.monotonic_s, wall_s=engine.clock.wall_s)
     engine.writes.replicas = replicas = Replicas(
         seat, peers, engine.node_id, clock, kept,
         store=engine.store, index=engine.index, buckets=engine.buckets, writes=engine.writes, flusher=engine.flusher,
-        volumes=engine.volumes, flush=engine.flush, is_whole=lambda: True,
+        volumes=engine.volumes, flush=engine.flush, is_whole=lambda: True, lost_after_s=0.0,
     )  # fmt: skip
     return replicas, other
 
@@ -74,7 +89,7 @@ def test_what_could_not_be_deleted_here_is_kept_by_the_other_node_again(
         await rig.engine.buckets.put(Bucket("own", LOCAL_URL, write="local", copies=2))
         await rig.engine.writes.put(PutCall("own", "key", 5, body=b"bytes"))
         await replicas._tend_once()
-        assert other.kept == {"key"}
+        assert set(other.kept) == {"key"}
         assert replicas.sent.to_compare(replicas._seat.agreed, replicas._seat.alive) is None  # type: ignore[arg-type]
 
         async def refuse(change: Any) -> None:
@@ -86,7 +101,7 @@ def test_what_could_not_be_deleted_here_is_kept_by_the_other_node_again(
         monkeypatch.undo()
         assert rig.engine.store.owned("own", "key") is not None
         await replicas._tend_once()
-        assert other.kept == {"key"}
+        assert set(other.kept) == {"key"}
 
     rigged(story)
 
@@ -133,6 +148,49 @@ def test_what_rotted_here_before_another_node_had_it_does_not_count_as_kept(rigg
     rigged(story)
 
 
+@pytest.mark.parametrize("how", ["rotten", "cut short", "gone"])
+def test_what_is_lost_here_comes_back_from_the_node_that_keeps_it(rigged: Rigged, how: str) -> None:
+    body = pattern(6 * MIB)
+
+    async def story(rig: Rig) -> None:
+        replicas, other = _beside_another(rig)
+        store = rig.engine.store
+        await written(rig, "local", copies=2)
+        await put(rig, "key", body)
+        await replicas._tend_once()
+        record = store.lookup("remote", "key")
+        assert record is not None
+        path = Path(store.data_path(record))
+        if how == "gone":
+            path.unlink()
+        else:
+            with open(path, "r+b") as file:
+                file.truncate(5 * MIB)
+                if how == "rotten":
+                    file.truncate(6 * MIB)
+        rig.engine.cold.suspect("remote", "key", record.object_id, "a test")
+        await until_async(lambda: any(store.partly_lost("remote")) or store.lost_in("remote"))
+
+        older, newest = other.kept["key"], msgspec.structs.replace(other.kept["key"][0], version=1)
+        other.kept["key"] = newest, b"of another version"
+        await replicas.returns.tend(replicas._agreed(), ["remote"])
+        assert any(store.partly_lost("remote")) or store.lost_in("remote"), "only the very version takes its place"
+
+        other.kept["key"] = older
+        replicas.returns._asked.clear()  # or it waits a minute
+        await replicas.returns.tend(replicas._agreed(), ["remote"])
+        assert not store.lost_in("remote")
+        assert not any(store.partly_lost("remote"))
+        await replicas._tend_once()
+        now = store.owned("remote", "key")
+        assert now is not None
+        assert Path(store.data_path(now)).read_bytes() == body
+        assert other.kept["key"][0].version == now.object_id, "the other node has the new version"
+        assert replicas.sent.covered(replicas._agreed(), replicas._seat.alive)
+
+    rigged(story)
+
+
 def test_a_copy_that_was_lost_is_made_again_within_an_hour(rigged: Rigged) -> None:
     now_s = [1000.0]
 
@@ -146,6 +204,6 @@ def test_a_copy_that_was_lost_is_made_again_within_an_hour(rigged: Rigged) -> No
         assert not other.kept, "nobody compares all the time"
         now_s[0] += COMPARED_FOR_S
         await replicas._tend_once()
-        assert other.kept == {"key"}
+        assert set(other.kept) == {"key"}
 
     rigged(story)

@@ -64,8 +64,9 @@ def until_all_are(state: str, *nodes: NodeProcess, count: int = 0) -> list[str]:
 
 
 def add_back_bucket(node: NodeProcess, root: Path) -> None:
+    """Of which each node alone has what it acknowledged."""
     root.mkdir(exist_ok=True)
-    node.json("PUT", "buckets/back", {"name": "back", "url": f"file://{root}", "write": "back"})
+    node.json("PUT", "buckets/back", {"name": "back", "url": f"file://{root}", "write": "back", "copies": 1})
 
 
 def is_ready(node: NodeProcess) -> bool:

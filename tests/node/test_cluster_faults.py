@@ -34,7 +34,7 @@ def pair(node: Make, etcd: servers.EtcdCluster, root: Path, *second: str) -> lis
         (root / name).mkdir()
     for each in nodes:
         add_back_bucket(each, root / "back")
-        each.json("PUT", "buckets/local", {"name": "local", "url": "local://", "write": "local"})
+        each.json("PUT", "buckets/local", {"name": "local", "url": "local://", "write": "local", "copies": 1})
         each.add_bucket("through", f"file://{root / 'through'}")
     for each in nodes:
         until(lambda each=each: takes_writes(each, "first"))

@@ -22,7 +22,7 @@ from bench import servers
 from forebay.core.cluster.records import MAP, Map
 from forebay.meta.etcd import EtcdMeta
 from tests.node.conftest import NodeProcess, pattern
-from tests.node.test_cluster import cluster_of, flags, meta, url
+from tests.node.test_cluster import cluster_of, flags, meta, until_all_are, url
 from tests.node.test_homes import AWAY, MIB, PATIENT, SOON, Cluster, client, listed
 from tests.node.test_peers import TOKEN, WHO, state_of
 from tests.node.test_peers import asked as told_by
@@ -69,6 +69,48 @@ def kill(node: NodeProcess) -> None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     node.process.wait()
+
+
+def test_who_does_not_say_how_many_copies_gets_two_in_a_cluster(
+    node: Make, etcd: servers.EtcdCluster, tmp_path: Path
+) -> None:
+    alone, one = node("--fronts", "0", "--capacity", "1GiB"), node(*flags(tmp_path, url(etcd.addresses, "default")))
+    until_all_are("active", one)
+
+    def copies(at: NodeProcess, name: str, here: str = "", **said: int) -> int:
+        settings = {"name": name, "url": "local://", "write": "local", **said}
+        at.json("PUT", f"buckets/{name}{here}", settings)
+        return int(at.json("GET", f"buckets/{name}")["copies"])
+
+    assert copies(one, "silent") == 2
+    assert (copies(one, "once", copies=1), copies(one, "once", quota_bytes=1 << 30)) == (1, 1), "as it was"
+    assert copies(one, "silent", quota_bytes=1 << 30) == 2
+    client(one).create_bucket(Bucket="made-by-s3")
+    assert one.json("GET", "buckets/made-by-s3")["copies"] == 2
+    assert copies(one, "here", "?here=1") == 1, "no other node knows it"
+    assert copies(alone, "silent") == 1
+
+
+def test_a_bucket_is_given_up_node_by_node_while_its_backend_is_away(
+    node: Make, etcd: servers.EtcdCluster, tmp_path: Path
+) -> None:
+    cluster = Cluster(node, etcd, tmp_path, 2, *SOON)
+    keep_nothing_once(cluster)
+    twice(cluster)
+    for number in range(20):
+        assert written(cluster.clients[0], "away", f"key-{number}")
+    assert kept(cluster) > 20
+    one, other = cluster.nodes
+    status, said = one.ask("DELETE", "/-/v1/buckets/away")
+    assert (status, b"forebay flush away" in said, b"--force" in said) == (503, True, True), said
+    status, said = one.ask("DELETE", "/-/v1/buckets/away?force=1")
+    assert status == 200, said
+    lagging = until(lambda: cluster_of(other)["lagging"].get("away", ""), "that the other cannot follow")
+    assert "--force" in lagging
+    assert other.json("GET", "status")["buckets"], "it gives up nothing by itself"
+    status, said = other.ask("DELETE", "/-/v1/buckets/away?force=1&here=1")
+    assert status == 200, said
+    until(lambda: kept(cluster) == 1, "that only the copy in the other bucket is left")
 
 
 def test_copies_come_and_go(node: Make, etcd: servers.EtcdCluster, tmp_path: Path) -> None:
@@ -140,8 +182,19 @@ def test_nodes_with_identities_keep_copies_too(node: Make, etcd: servers.EtcdClu
     assert sum(float(found[1]) for found in copies if found) == 2
 
 
+def waited_for(node: Make) -> Make:
+    """Nodes that nobody takes over."""
+
+    def make(*given: str) -> NodeProcess:
+        config = Path(given[given.index("--config") + 1])
+        config.write_text("lease = 10.0\ntake_over = false\n")
+        return node(*given)
+
+    return make
+
+
 def test_copies_are_cleared_when_the_backend_has_them(node: Make, etcd: servers.EtcdCluster, tmp_path: Path) -> None:
-    cluster = Cluster(node, etcd, tmp_path, 2, *SOON)
+    cluster = Cluster(waited_for(node), etcd, tmp_path, 2, *SOON)
     (tmp_path / "double").mkdir()
     for one in cluster.nodes:
         double = {"name": "double", "url": f"file://{tmp_path / 'double'}", "write": "back", "copies": 2}
@@ -163,17 +216,6 @@ def test_copies_are_cleared_when_the_backend_has_them(node: Make, etcd: servers.
         status, body = cluster.nodes[0].ask("PUT", "/double/lonely", body=b"bytes")
         assert status == 503, body
     assert b"other history" not in body
-
-
-def taking_over(node: Make, *also: str) -> Make:
-    """Nodes that may be taken over."""
-
-    def make(*given: str) -> NodeProcess:
-        config = Path(given[given.index("--config") + 1])
-        config.write_text("lease = 10.0\ntake_over = true\n")
-        return node(*given, *also)
-
-    return make
 
 
 def states(node: NodeProcess) -> dict[str, str]:
@@ -219,9 +261,9 @@ def test_what_a_killed_node_acknowledged_is_taken_over(node: Make, etcd: servers
     """Its disks never come back, as far as the others know, until all is in the bucket."""
     with servers.SeaweedFS() as seaweed:
         seaweed.create_bucket("lake")
-        cluster = Cluster(taking_over(node), etcd, tmp_path, 3, *SOON)
+        cluster = Cluster(node, etcd, tmp_path, 3, *SOON)
         twice(cluster)
-        lake = {"name": "lake", "url": "s3://lake", "write": "back", "copies": 2, "options": seaweed.options()}
+        lake = {"name": "lake", "url": "s3://lake", "write": "back", "options": seaweed.options()}
         for one in cluster.nodes:
             one.json("PUT", "buckets/lake", lake)
         keep_nothing_once(cluster)
@@ -309,7 +351,7 @@ def read(asked: Any, bucket: str, key: str) -> tuple[bytes, dict[str, str]] | No
 
 def test_a_home_that_was_paused_shows_nothing_old(node: Make, etcd: servers.EtcdCluster, tmp_path: Path) -> None:
     """Its fronts would find all of it in the index, and its engine would acknowledge."""
-    cluster = Cluster(taking_over(node, "--fronts", "1"), etcd, tmp_path, 3, *SOON)
+    cluster = Cluster(node, etcd, tmp_path, 3, *SOON, "--fronts", "1")
     twice(cluster)
     keep_nothing_once(cluster)
     key = cluster.key(1, "own")

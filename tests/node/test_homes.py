@@ -75,8 +75,8 @@ class Cluster:
         return bool(seen) and sorted(seen[0].holders) == sorted(self.ids) and seen[0].active
 
     def add_buckets(self, node: NodeProcess) -> None:
-        node.json("PUT", "buckets/local", {"name": "local", "url": "local://", "write": "local"})
-        back = {"name": "back", "url": f"file://{self.root / 'bucket'}", "write": "back"}
+        node.json("PUT", "buckets/local", {"name": "local", "url": "local://", "write": "local", "copies": 1})
+        back = {"name": "back", "url": f"file://{self.root / 'bucket'}", "write": "back", "copies": 1}
         node.json("PUT", "buckets/back", back)
         through = {"name": "through", "url": f"file://{self.root / 'through'}"}
         node.json("PUT", "buckets/through", through)
@@ -235,7 +235,7 @@ def test_what_a_killed_home_acknowledged_is_refused_and_then_there(
 ) -> None:
     """The backend is away throughout, so nothing is anywhere but on the nodes."""
     cluster = Cluster(node, etcd, tmp_path, 3, *SOON)
-    away = {"name": "away", "url": "s3://nowhere", "write": "back", "options": AWAY}
+    away = {"name": "away", "url": "s3://nowhere", "write": "back", "options": AWAY, "copies": 1}
     for one in cluster.nodes:
         one.json("PUT", "buckets/away", away)
     a, _, c = cluster.clients
@@ -370,7 +370,7 @@ def test_what_a_home_cannot_answer_is_said_of_the_home_and_not_of_a_backend(node
         other = node(*flags(tmp_path, at, 300.0))
         _, id_of_other = until_all_are("active", asked, other)
         for each in (asked, other):
-            each.json("PUT", "buckets/local", {"name": "local", "url": "local://", "write": "local"})
+            each.json("PUT", "buckets/local", {"name": "local", "url": "local://", "write": "local", "copies": 1})
         keys = [f"key-{number}" for number in range(8)]
         for key in keys:
             until(lambda key=key: asked.ask("PUT", f"/local/{key}", body=b"bytes")[0] == 200)

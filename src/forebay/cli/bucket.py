@@ -60,7 +60,7 @@ Conflict = Annotated[
 ]
 NodeCopies = Annotated[
     str | None,
-    typer.Option("--copies", help="In a cluster: on 1 (default) or 2 nodes before a write ends that no backend has."),
+    typer.Option("--copies", help="In a cluster: on 1 or 2 (default) nodes before a write ends that no backend has."),
 ]
 Acl = Annotated[
     str | None, typer.Option("--acl", help="private (default), or public-read: reading and listing need no key.")
@@ -358,7 +358,7 @@ def settings_of(bucket: Bucket) -> list[tuple[str, str]]:
     ]
     if bucket.write != "through":
         pairs.append(("durability", bucket.durability))
-        pairs.append(("copies", str(bucket.copies)))
+        pairs.append(("copies", str(max(bucket.copies, 1))))
     if bucket.write == "back":
         most = bucket.dirty_bytes_max
         pairs += [

@@ -97,18 +97,22 @@ def give_up(
 ) -> None:
     """Give up a volume that is not in use, and with it what only it has.
 
-    Without --yes it says what would be lost, and does nothing. With --json a VolumeState.
+    In a cluster, what other nodes keep of it comes back first. Without --yes it says what would be lost, and does
+    nothing. With --json a VolumeState.
     """
     name = _whole(name)
     with open_client(url) as client:
         known = [each for each in client.status().volumes if name in (each.volume_id, each.path)]
         if not yes and known and known[0].owed_buckets:
-            raise Invalid(f"volume {name} holds the only copy of {lost(known[0])}: say --yes to lose that")
+            raise Invalid(
+                f"volume {name} is all that this node has of {lost(known[0])}: say --yes to lose that, but for what "
+                "other nodes keep and send back"
+            )
         state = client.volume_give_up(name)
     if as_json:
         show.document(state)
     else:
-        print(f"volume {state.volume_id} was given up; lost: {lost(state)}")
+        print(f"volume {state.volume_id} was given up; {_gone(state)}")
 
 
 def _whole(name: str) -> str:
@@ -124,6 +128,12 @@ def lost(volume: VolumeState) -> str:
     seen = f", as of {show.moment(volume.owed_s)}" if volume.owed_s and volume.state not in ("ok", "full") else ""
     what = f"{show.counted(volume.owed_objects, 'object')} with {show.size(volume.owed_bytes)}, and perhaps deletes"
     return f"{what}, in {', '.join(volume.owed_buckets)}{seen}"
+
+
+def _gone(volume: VolumeState) -> str:
+    if not volume.came_back:
+        return f"lost: {lost(volume)}"
+    return f"it owed {lost(volume)}: of all that, {volume.came_back} came back from other nodes"
 
 
 def _owed(volume: VolumeState) -> tuple[str, str]:

@@ -181,7 +181,8 @@ class Bucket(msgspec.Struct, frozen=True, omit_defaults=True):
     (`core/reach.py`); the node alone decides it. `owner`: the identity that made it by a `create` grant (see
     `core/access.py`), or ""; the node alone sets it. `acl` is `private` or `public-read` (reading needs no identity
     then). `quota_bytes` bounds the bucket's share of the node's disks (None: no bound); `pinned` prefixes are never
-    evicted. `copies`: on how many nodes of a cluster what no backend has is synced before a write is acknowledged.
+    evicted. `copies`: on how many nodes of a cluster what no backend has is synced before a write is acknowledged. 0 is
+    not said: a request leaves it as it is, or to the node (`node/engine/bucket_verbs.py`); as kept, it means one.
     """
 
     name: str
@@ -200,7 +201,7 @@ class Bucket(msgspec.Struct, frozen=True, omit_defaults=True):
     cors: tuple[CorsRule, ...] = ()
     held: bool = False
     owner: str = ""
-    copies: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1
+    copies: Annotated[int, msgspec.Meta(ge=0, le=2)] = 0
 
     @property
     def is_kept_twice(self) -> bool:

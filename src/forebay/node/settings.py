@@ -80,8 +80,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `allow_backends`: patterns of the backends that identities without `admin:*` may give to their buckets
     (`core/reach.py`). `cluster` is the URL of the etcd where nodes agree, with the cluster's name; `advertise` is where
     other nodes reach this one; `lease_s` is how long they wait for it once it is silent; with
-    `take_over` they then take over what it had, where that is kept twice. `cluster_ca`, `cluster_cert`
-    and `cluster_key` are files for TLS with that etcd; `cluster_password_file` has the password of its `cluster_user`.
+    `take_over` they then take over what it had, where that is kept twice. A volume that is missing for
+    `volume_lost_after_s` is given up when other nodes have sent back what it owed; 0 is never. `cluster_ca`,
+    `cluster_cert` and `cluster_key` are files for TLS with that etcd; `cluster_password_file` has the password of its
+    `cluster_user`.
     `peer_key` is a file by which nodes know each other, `peer_ca` says who vouches for the others' certificates.
     """
 
@@ -109,7 +111,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cluster: str = ""
     advertise: str = ""
     lease_s: float = 10.0
-    take_over: bool = False
+    take_over: bool = True
+    volume_lost_after_s: float = 600.0
     cluster_ca: str = ""
     cluster_cert: str = ""
     cluster_key: str = ""
@@ -133,6 +136,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise Invalid("scrub_bytes_s is negative: 0 switches scrubbing off")
         if not 0 <= self.flush_timeout_s <= FLUSH_TIMEOUT_MAX_S:
             raise Invalid(f"--flush-timeout {self.flush_timeout_s:g} is outside 0 (do not flush) to a week, in seconds")
+        if not 0 <= self.volume_lost_after_s <= FLUSH_TIMEOUT_MAX_S:
+            raise Invalid(f"volume_lost_after {self.volume_lost_after_s:g} is outside 0 (never) to a week, in seconds")
         if self.hung_after_s and not 1 <= self.hung_after_s <= HUNG_AFTER_MAX_S:
             raise Invalid(f"hung_after_s {self.hung_after_s:g} is neither 0 (never) nor from 1 to an hour, in seconds")
         if self.log_bytes_max and self.log_bytes_max < LOG_BYTES_LEAST:
@@ -286,6 +291,7 @@ _FILE_NAMES = {  # what people write -> the field
     "flush_timeout": "flush_timeout_s",
     "lease": "lease_s",
     "log_size": "log_bytes_max",
+    "volume_lost_after": "volume_lost_after_s",
 }
 _SIZES = ("capacity_bytes", "log_bytes_max")
 

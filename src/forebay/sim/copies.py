@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from forebay.core.cluster import membership
 from forebay.core.cluster.membership import Covered, Released
 from forebay.core.cluster.records import Map
-from forebay.core.cluster.replication import Copy, Kept, Name, Sent, mark
+from forebay.core.cluster.replication import Copy, Kept, Name, Sent
 from forebay.sim.cluster import QUIET_S, TROUBLE_S, WORLD_S, Cluster, Process
 from forebay.sim.history import ABSENT, Call, explain, told
 
@@ -256,7 +256,7 @@ class Copies(Cluster):
         if ledgers.comparing or node is None or process.node not in agreed.holders:
             return
         ledgers.comparing = True
-        marked, busy, number = mark(agreed, alive, node), ledgers.sent.busy, ledgers.disk.draw()
+        marked, busy, number = ledgers.sent.mark(agreed, alive, node), ledgers.sent.busy, ledgers.disk.draw()
         owed = [(name, body.version) for name, body in ledgers.disk.owed.items()]
         listed, written = ledgers.sent.listed(agreed, node, owed)
 

@@ -23,6 +23,9 @@ another version stays until then: the actor may be gone before it has sent the r
 (`busy`) are left alone where they belong: they may be kept and not committed yet, and what was compared counts when
 they have ended. When all are compared the node says that it is `covered`.
 
+*Back.* What the actor lost while it lives (`node/engine/returns.py`) it may ask for. Of two copies of a key the one of
+the greater version counts: a former second keeps its own until lists are compared.
+
 Rejected: a quorum of copies with a log (consensus is etcd's; one second under a lease and a fence suffices for one
 failure); copies noted with the object (each change of holders would rewrite every record); the epoch of the map as the
 fence (each join of a node that holds nothing would send everything anew).
@@ -34,12 +37,14 @@ refused once for its number is refused for ever.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from forebay.core.cluster.records import Map, Presence
 
 Name = tuple[str, str]
+Mark = tuple[int, str, int]
 FLOORS_MAX = 65_536  # numbers of cleared copies; beyond, all lower numbers of the actor count as cleared
 
 
@@ -127,6 +132,15 @@ class Kept:
         missing = [name for name, version in listed.items() if not self._has(name, actor, version)]
         return missing, dropped
 
+    def of(self, actor: str, bucket: str, after: str, most: int) -> list[tuple[str, int]]:
+        """The next keys of a bucket, by name, of which this node keeps the actor's copies, and their versions."""
+        found = (
+            (name[1], there.version)
+            for name, there in self.copies.items()
+            if there.actor == actor and name[0] == bucket and name[1] > after
+        )
+        return heapq.nsmallest(most, found)
+
     def forget(self, names: Iterable[Name]) -> None:
         """They are on disk no more."""
         for name in names:
@@ -165,7 +179,8 @@ class Sent:
     def __init__(self, node: str, numbers: Callable[[], int]) -> None:
         self.node, self.number = node, numbers  # `number`: of the next copy that is sent, or list that is compared
         self._busy: dict[int, Name] = {}
-        self._compared: dict[str, tuple[int, str]] = {}  # by which holders, with which process
+        self._compared: dict[str, Mark] = {}
+        self._failures: dict[str, int] = {}  # so often nobody knew what a node keeps
 
     def begin(self, name: Name) -> int:
         """A write of the key begins; `end` it when it is committed and kept by the holders of then, or `failed`."""
@@ -182,13 +197,17 @@ class Sent:
         return dict(self._busy)
 
     def failed(self, second: str) -> None:
-        """Nobody knows whether it keeps what was sent: it is compared again."""
-        self._compared.pop(second, None)
+        """Nobody knows whether it keeps what was sent: it is compared again, also if it is being compared now."""
+        self._failures[second] = self._failures.get(second, 0) + 1
+
+    def mark(self, agreed: Map, alive: Mapping[str, Presence], node: str) -> Mark:
+        """By which holders, with which process, and after how many failures a node that lives is compared."""
+        return agreed.held, alive[node].incarnation, self._failures.get(node, 0)
 
     def to_compare(self, agreed: Map, alive: Mapping[str, Presence]) -> str | None:
         """The next node to compare lists with."""
         for node in sorted(agreed.holders):
-            if node in alive and node != self.node and self._compared.get(node) != mark(agreed, alive, node):
+            if node in alive and node != self.node and self._compared.get(node) != self.mark(agreed, alive, node):
                 return node
         return None
 
@@ -198,7 +217,7 @@ class Sent:
         listed = {name: version for name, version in owned if agreed.second(self.node, *name) == node}
         return listed, {name for name in self._busy.values() if agreed.second(self.node, *name) == node}
 
-    def compared(self, node: str, mark: tuple[int, str], busy: Iterable[int]) -> bool:
+    def compared(self, node: str, mark: Mark, busy: Iterable[int]) -> bool:
         """The node keeps all of a list that was made when its mark was this one and these writes were under way. False
         if one of them still is: ask again when it has ended."""
         if any(write in self._busy for write in busy):
@@ -210,8 +229,3 @@ class Sent:
         """Whether all that this node has alone lies on another too, by this map."""
         others = agreed.holders.keys() - {self.node}
         return self.node in agreed.holders and others <= alive.keys() and self.to_compare(agreed, alive) is None
-
-
-def mark(agreed: Map, alive: Mapping[str, Presence], node: str) -> tuple[int, str]:
-    """By which holders, and with which process, a node that lives is compared."""
-    return agreed.held, alive[node].incarnation

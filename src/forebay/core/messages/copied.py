@@ -23,6 +23,7 @@ from forebay.core.errors import Invalid
 from forebay.core.types import Headers
 
 _PREFIX: Final = "-copies-"
+BACK: Final = "back"  # as the value of COPY_QUERY in a PUT: `KeepCopy.back`
 Names = list[tuple[str, str]]
 
 
@@ -66,7 +67,8 @@ def of_line(line: bytes) -> Copied:
 
 
 class KeepCopy(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Keep this copy, of `size_bytes` in `body` or in the file `path`, with `sums` as in `PutCall`."""
+    """Keep this copy, of `size_bytes` in `body` or in the file `path`, with `sums` as in `PutCall`. `back`: it was kept
+    for the node that is told, which has lost it."""
 
     bucket: str
     key: str
@@ -75,6 +77,7 @@ class KeepCopy(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     path: str = ""
     body: bytes | None = None
     sums: list[int] = []
+    back: bool = False
 
 
 class ClearCopy(msgspec.Struct, frozen=True, tag=True):
@@ -100,10 +103,33 @@ class CompareCopies(msgspec.Struct, frozen=True, tag=True):
     upto: str = ""
 
 
+class ListCopies(msgspec.Struct, frozen=True, tag=True):
+    """The next of what the node keeps for this actor in a bucket, after a key."""
+
+    bucket: str
+    actor: str
+    held: int
+    after: str = ""
+
+
+class SendBack(msgspec.Struct, frozen=True, tag=True):
+    """Send the actor the copy of a key that is kept for it: answered when the actor has it. If there is none of this
+    version, the key is `missing`."""
+
+    bucket: str
+    key: str
+    actor: str
+    held: int
+    version: int
+
+
 class CopiesSaid(msgspec.Struct, frozen=True):
-    """`missing`: keys of which there is no copy, or of another version."""
+    """`missing`: keys of which there is no copy, or of another version. `kept`: keys and versions of those there are;
+    none after the last."""
 
     missing: list[str] = []
+    kept: list[tuple[str, int]] = []
 
 
-CopiesCall = KeepCopy | ClearCopy | CompareCopies
+CopiesAsked = CompareCopies | ListCopies | SendBack  # in a POST's body
+CopiesCall = KeepCopy | ClearCopy | CopiesAsked

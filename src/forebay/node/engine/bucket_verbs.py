@@ -41,6 +41,8 @@ from forebay.node.store.reader import StoreReader
 from forebay.node.store.writer.volumes import object_lost
 from forebay.node.store.writer.writer import Store
 
+COPIES_IN_CLUSTER = 2
+
 
 class Engine(Protocol):
     """What buckets need of the engine."""
@@ -152,7 +154,9 @@ class BucketVerbs:
         old = self.kept(bucket.name)
         if call.maker:
             await self._check_maker(call, old)
-        bucket = msgspec.structs.replace(with_secrets(bucket, old), owner=old.owner if old else call.maker)
+        owner = old.owner if old else call.maker
+        copies = bucket.copies or (old.copies if old else self._copies(call))
+        bucket = msgspec.structs.replace(with_secrets(bucket, old), owner=owner, copies=copies)
         if old is None or (old.url, old.options) != (bucket.url, bucket.options):
             held = not call.free
         else:  # who may set it anyhow may also take it on as it is
@@ -162,6 +166,11 @@ class BucketVerbs:
         if call.check:
             await buckets.try_out(bucket)  # before anything is given up
         return await self._make(bucket, old, force=call.force)
+
+    def _copies(self, call: calls.BucketPutCall) -> int:
+        """Of a new bucket whose maker does not say. Two need nodes that all know the bucket, and each other."""
+        all_know = self.shared is not None and self.shared.reaches_others and not call.here
+        return COPIES_IN_CLUSTER if all_know else 1
 
     async def take_up(self, bucket: Bucket) -> None:
         """Have the bucket as the cluster has it. `Busy` while that would lose something."""
@@ -252,7 +261,8 @@ class BucketVerbs:
             raise object_lost(lost)
         if self._engine.replicas is not None and self._engine.replicas.kept.has_any(bucket):
             raise Busy(
-                f"this node keeps copies of {bucket} for others: flush or delete what they are of, then {change}",
+                f"this node keeps copies of what other nodes have of {bucket}: `forebay flush {bucket}`, or delete "
+                f"that, then {change}; or give them up with --force",
                 retry_after_s=5.0,
             )
         owed = self._engine.flusher.totals(bucket)
@@ -265,7 +275,7 @@ class BucketVerbs:
             )
 
     async def _give_up(self, bucket: Bucket) -> None:
-        """Forget what the node has of the bucket and no backend has: writes, deletes, lost objects."""
+        """Forget what the node has of the bucket and no backend has: writes, deletes, lost objects, others' copies."""
         engine, name = self._engine, bucket.name
         engine.store.check_bucket(name)  # what a missing volume may owe is not given up here: `forebay volume give-up`
         engine.flush()
@@ -278,6 +288,8 @@ class BucketVerbs:
             for key, _ in found:
                 await engine.writes.disown(name, key)
             engine.flush()
+        if engine.replicas is not None:
+            await engine.replicas.kept.give_up(name)
 
     async def _empty(self, bucket: Bucket, change: str) -> None:
         """`Exists` while a local bucket holds objects, which exist nowhere else."""

@@ -36,7 +36,7 @@ from forebay.core.metrics import Snapshot, merge, series
 from forebay.core.record import State, blocks_in, cached_bytes, headers_of, present_blocks
 from forebay.core.types import Bucket, ListEntry, check_bucket_name, check_key
 from forebay.core.versions import versions_of
-from forebay.core.volumes import LostObject
+from forebay.core.volumes import LostObject, VolumeState
 from forebay.node.engine.bucket_verbs import BucketVerbs
 from forebay.node.engine.buckets import Buckets, no_bucket
 from forebay.node.engine.counts import Tally
@@ -149,7 +149,7 @@ class Verbs:
             "lost": self._lost,
             "lost_give_up": self._lost_give_up,
             "volume_add": engine.volumes.add,
-            "volume_give_up": engine.volumes.give_up,
+            "volume_give_up": self._volume_give_up,
             "claim": self._claim,
             "owed": self._owed,
             "copies": self._copies,
@@ -329,6 +329,11 @@ class Verbs:
         for each in found:
             await self._engine.writes.give_up(each.bucket, each.key)
         return found
+
+    async def _volume_give_up(self, named: calls.VolumeNamed) -> VolumeState:
+        if self._engine.replicas is not None:
+            return await self._engine.replicas.returns.give_up(named)
+        return await self._engine.volumes.give_up(named)
 
     async def _map(self, _: calls.Nothing) -> NodeMap:
         seat = self._engine.seat

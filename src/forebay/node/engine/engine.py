@@ -514,6 +514,7 @@ class Engine:
             volumes=self.volumes,
             flush=self.flush,
             is_whole=lambda: self.catching_up.is_done,
+            lost_after_s=self.settings.volume_lost_after_s,
         )
         self.flusher.clear, self.flusher.may_send = self.replicas.clear, self.replicas.may_send
         if self.homes is not None:

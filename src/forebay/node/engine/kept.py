@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor
 
 import msgspec
 
+from forebay.backends.seam import Body
 from forebay.core.cluster.records import Map
 from forebay.core.cluster.replication import Copy, Kept, Name
 from forebay.core.errors import Busy, Corrupt, ForebayError, Unavailable
@@ -36,6 +37,8 @@ from forebay.core.messages.copied import (
     CopiesCall,
     CopiesSaid,
     KeepCopy,
+    ListCopies,
+    SendBack,
     copies_of,
     whose_copies,
 )
@@ -57,12 +60,15 @@ from forebay.ports.clock import Clock
 
 log = logging.getLogger("forebay.replicas")
 
+TakesBack = Callable[[KeepCopy], Coroutine[None, None, CopiesSaid]]
+SendsBack = Callable[[str, Name, Copied, Body], Awaitable[None]]  # to this node
+LISTED_MAX = 2_000  # keys of one list: 2 MB where keys are as long as they may be
 TAKEN_AT_ONCE = 32  # of what is taken over: one sync makes many of them durable, and listings wait for the last
 
 
 class KeptCopies:
     """See the module's header. `agreed` is the map that the node knows, None if it may go by none. `bring_up` restores
-    a key to view after a stop."""
+    a key to view after a stop. `takes_back` and `sends_back` (set them) are what `returns.py` does at the other end."""
 
     def __init__(
         self,
@@ -83,13 +89,19 @@ class KeptCopies:
         self._store, self._index, self._buckets = store, index, buckets
         self._writes, self._flusher = writes, flusher
         self.ledger = Kept(node_id, dict(_found(store)))
+        self.takes_back: TakesBack
+        self.sends_back: SendsBack
 
     async def answer(self, call: CopiesCall) -> CopiesSaid:
         """What another node asks. `Busy` if this one goes by another map."""
         if isinstance(call, KeepCopy):
-            return await self._writes.finish(self._keep(call))
+            return await self._writes.finish(self.takes_back(call) if call.back else self._keep(call))
         if isinstance(call, ClearCopy):
             return await self._writes.finish(self._clear(call))
+        if isinstance(call, ListCopies):
+            return self._list(call)
+        if isinstance(call, SendBack):
+            return await self._send_back(call)
         return await self._writes.finish(self._compare(call))
 
     def has_any(self, bucket: str) -> bool:
@@ -109,11 +121,11 @@ class KeptCopies:
                 raise Corrupt(f"the copy of {call.bucket}/{call.key} is not what was sent: send it again")
             async with self._writes.keeping(copies_of(call.bucket), call.key):
                 if not self.ledger.takes(self._follow(), about.held, name, copy):
-                    raise _other_map()
+                    raise other_map()
                 await self._writes.commits.commit(self._put(call, found))
                 self.ledger.keep(name, copy)
                 if self._follow().held != about.held:
-                    raise _other_map()
+                    raise other_map()
         finally:
             if call.path:
                 remove_temp(call.path)
@@ -170,12 +182,41 @@ class KeptCopies:
             agreed, call.held, call.actor, call.number, listed, busy, (bucket, call.after), upto
         )
         if found is None:
-            raise _other_map()
+            raise other_map()
         missing, dropped = found
         for name in dropped:
             await self._drop(name, self.ledger.copies.get(name))
         gone = [name for name in listed if name not in missing and not self._is_there(name)]
         return CopiesSaid([key for _, key in (*missing, *gone)])
+
+    def _list(self, call: ListCopies) -> CopiesSaid:
+        self._goes_by(call.held)
+        self._store.check_bucket(copies_of(call.bucket))  # a volume that is away may have more
+        return CopiesSaid(kept=self.ledger.of(call.actor, call.bucket, call.after, LISTED_MAX))
+
+    async def _send_back(self, call: SendBack) -> CopiesSaid:
+        name, place = (call.bucket, call.key), copies_of(call.bucket)
+        async with self._writes.keeping(place, call.key):
+            self._goes_by(call.held)
+            there = self.ledger.copies.get(name)
+            kept = owned.entry_at(self._store.home(place, call.key), place, call.key)
+            record = self._store.lookup(place, call.key)
+            if there is None or (there.actor, there.version) != (call.actor, call.version) or not self._is_there(name):
+                return CopiesSaid([call.key])
+            assert record is not None
+            if kept is None or not kept.note.copied:
+                return CopiesSaid([call.key])
+            about = msgspec.structs.replace(msgspec.msgpack.decode(kept.note.copied, type=Copied), held=call.held)
+            inline = record.inline
+            path = "" if inline is not None else self._store.data_path(record)
+            await self.sends_back(call.actor, name, about, Body(record.size_bytes, inline, path))
+        return CopiesSaid()
+
+    def _goes_by(self, held: int) -> None:
+        """`Busy` unless this node goes by the map of these holders, and what it keeps counts by it."""
+        agreed = self._follow()
+        if agreed.held != held or self.ledger.node in agreed.deposed:
+            raise other_map()
 
     def _is_there(self, name: Name) -> bool:
         """Whether the copy still is where the ledger says, and whole: its disk may have failed, or rotted."""
@@ -247,18 +288,8 @@ class KeptCopies:
         if kept is None or not kept.note.copied:
             raise Unavailable(f"the copy of {bucket}/{key} is being changed: try again", retry_after_s=0.5)
         about = msgspec.msgpack.decode(kept.note.copied, type=Copied)
-        theirs = msgspec.msgpack.decode(about.note, type=Note)
         seq, local = self._store.take_id(), served.bucket.write == "local"
-        sent = sent_bodies.left(theirs.sent, sent_bodies.ABSENT if about.is_delete else theirs.digest or None)
-        note = msgspec.structs.replace(
-            theirs,
-            seq=seq,
-            object_id=0 if about.is_delete else seq,
-            headers=without_tags(about.headers),
-            tags=tags_among(about.headers) or "",
-            local=local,
-            **sent._asdict(),
-        )
+        note = own_note(about, seq, local)
         await self._writes.remember(bucket, key)
         if about.is_delete:
             return None if local else Delete(bucket, key, note, durable=True)
@@ -309,6 +340,26 @@ class KeptCopies:
         for name in list(self.ledger.copies) if all else self.ledger.useless(agreed):
             await self._drop(name, self.ledger.copies.get(name))
 
+    async def give_up(self, bucket: str) -> None:
+        """Forget what is kept of a bucket for others, who still have it."""
+        for name in [name for name in self.ledger.copies if name[0] == bucket]:
+            await self._drop(name, self.ledger.copies.get(name))
+
+
+def own_note(about: Copied, seq: int, local: bool) -> Note:
+    """With which a copy becomes its holder's own object `seq`. What the actor had may have been sent to the backend."""
+    theirs = msgspec.msgpack.decode(about.note, type=Note)
+    sent = sent_bodies.left(theirs.sent, sent_bodies.ABSENT if about.is_delete else theirs.digest or None)
+    return msgspec.structs.replace(
+        theirs,
+        seq=seq,
+        object_id=0 if about.is_delete else seq,
+        headers=without_tags(about.headers),
+        tags=tags_among(about.headers) or "",
+        local=local,
+        **sent._asdict(),
+    )
+
 
 def _found(store: Store) -> list[tuple[Name, Copy]]:
     """The copies that lie on this node's disks."""
@@ -321,5 +372,6 @@ def _found(store: Store) -> list[tuple[Name, Copy]]:
     return found
 
 
-def _other_map() -> ForebayError:
+def other_map() -> ForebayError:
+    """What a node says to one that goes by another map."""
     return Busy("the nodes go by different maps, or this was let go of: number it anew", retry_after_s=0.25)

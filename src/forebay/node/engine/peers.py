@@ -36,6 +36,7 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Coroutine
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -49,10 +50,10 @@ from forebay.backends.stack import open_node
 from forebay.backends.wrap.counting import BackendCounters
 from forebay.backends.wrap.peers import Peer
 from forebay.core.access import PEER_KEY_ID
-from forebay.core.errors import ForebayError, NotFound, Unavailable
+from forebay.core.errors import ForebayError, NoBackendBucket, Unavailable
 from forebay.core.limits import STRIPE_BYTES
 from forebay.core.messages.calls import Uploads, UploadsCall
-from forebay.core.messages.copied import ClearCopy, CompareCopies, Copied, CopiesSaid, on_one_line
+from forebay.core.messages.copied import BACK, ClearCopy, CompareCopies, Copied, CopiesAsked, CopiesSaid, on_one_line
 from forebay.core.types import (
     CLAIM_QUERY,
     COPY_HEADER,
@@ -197,7 +198,7 @@ class Peers:
             return True  # it is asked by nobody
         try:
             await self._told(home, bucket, [("location", "")])
-        except NotFound:
+        except NoBackendBucket:  # to who asks it, a node is a backend
             return False
         except ForebayError:
             pass  # it has trouble of its own
@@ -214,21 +215,29 @@ class Peers:
         query = [(OWED_QUERY, ""), ("prefix", prefix), ("start-after", after)]
         return msgspec.json.decode(await self._told(home, bucket, query), type=Found)
 
-    async def keep_copy(self, home: Home, bucket: str, key: str, about: Copied, body: Body) -> None:
-        """Have a node keep a copy. Raises whatever it answers but that it does; nobody knows then."""
+    async def keep_copy(
+        self, home: Home, bucket: str, key: str, about: Copied, body: Body, *, back: bool = False
+    ) -> None:
+        """Have a node keep a copy, or (`back`) have what was kept for it. Raises whatever it answers but that it does;
+        nobody knows then."""
         headers = {COPY_HEADER: on_one_line(about)}
-        await self._say(home, "PUT", bucket, key, [(COPY_QUERY, "")], headers, body)
+        await self._say(home, "PUT", bucket, key, [(COPY_QUERY, BACK if back else "")], headers, body)
 
     async def clear_copy(self, home: Home, call: ClearCopy) -> None:
-        """Have a node forget a copy."""
+        """Have a node forget a copy. One that does not know the bucket keeps nothing of it."""
         query = [(COPY_QUERY, ""), ("actor", call.actor), ("number", str(call.number))]
-        await self._say(home, "DELETE", call.bucket, call.key, query)
+        with suppress(NoBackendBucket):
+            await self._say(home, "DELETE", call.bucket, call.key, query)
 
     async def compare_copies(self, home: Home, call: CompareCopies) -> list[str]:
         """The keys of which a node keeps no copy of that version; what is not listed it forgets."""
+        return (await self.ask_copies(home, call)).missing
+
+    async def ask_copies(self, home: Home, call: CopiesAsked) -> CopiesSaid:
+        """What a node says of the copies that it keeps."""
         data = msgspec.json.encode(call)
         answer = await self._say(home, "POST", call.bucket, "", [(COPY_QUERY, "")], body=Body(len(data), data))
-        return msgspec.json.decode(answer, type=CopiesSaid).missing
+        return msgspec.json.decode(answer, type=CopiesSaid)
 
     async def _say(
         self,

@@ -34,15 +34,18 @@ from forebay.backends.seam import Body
 from forebay.core import limits
 from forebay.core.cluster.membership import LOOK_S
 from forebay.core.cluster.records import Map
-from forebay.core.cluster.replication import Name, Sent, mark
+from forebay.core.cluster.replication import Name, Sent
 from forebay.core.errors import Corrupt, ForebayError, Unavailable
+from forebay.core.messages.calls import VolumeNamed
 from forebay.core.messages.copied import ClearCopy, CompareCopies, Copied
 from forebay.core.record import Record, State, info_of
 from forebay.core.types import Headers, ObjectInfo
+from forebay.core.volumes import VolumeState
 from forebay.node.engine.buckets import Buckets
 from forebay.node.engine.flush.flusher import Flusher
-from forebay.node.engine.kept import KeptCopies
+from forebay.node.engine.kept import LISTED_MAX, KeptCopies
 from forebay.node.engine.peers import Peers
+from forebay.node.engine.returns import Returns
 from forebay.node.engine.seat import Home, Seat
 from forebay.node.engine.write.writes import Writes
 from forebay.node.store.disk.notes import Note
@@ -60,13 +63,14 @@ PATIENCE_S = 4.0  # how long a write waits for its second, besides the time that
 BYTES_S = 4 * limits.MIB  # a link, and a disk at its end, that are slower count as silent
 TURNS = 6  # of sending, while the holders change
 COMPARED_FOR_S = 3600.0  # a copy that its keeper's disk lost is made again within it; 10^7 keys are 5,000 requests
-LISTED_MAX = 2_000  # keys of one list: 2 MB where keys are as long as they may be
 
 
 class Volumes(Protocol):
     """`node/engine/volumes.py`."""
 
     def missing(self, bucket: str) -> list[str]: ...
+
+    async def give_up(self, named: VolumeNamed, came_back: int = 0) -> VolumeState: ...
 
 
 class _Copy(NamedTuple):
@@ -78,7 +82,7 @@ class _Copy(NamedTuple):
 
 class Replicas:
     """See the module's header. `flush` makes changes of the index visible; `is_whole`: all that was owed before the
-    start is in view."""
+    start is in view; `lost_after_s` as in `Settings.volume_lost_after_s`."""
 
     def __init__(
         self,
@@ -96,6 +100,7 @@ class Replicas:
         volumes: Volumes,
         flush: Callable[[], None],
         is_whole: Callable[[], bool],
+        lost_after_s: float,
     ) -> None:
         self._seat, self._peers, self.node_id, self._clock, self.kept = seat, peers, node_id, clock, kept
         self._store, self._index, self._buckets, self._writes = store, index, buckets, writes
@@ -103,6 +108,20 @@ class Replicas:
         self.sent = Sent(node_id, store.take_id)
         self._silent: set[str] = set()
         self._compared_s = clock.monotonic_s()  # when all lists were due
+        self.returns = Returns(
+            seat,
+            node_id,
+            clock,
+            kept,
+            peers=self._to_peers,
+            home_of=self._home_of,
+            came_back=self.sent.failed,
+            store=store,
+            buckets=buckets,
+            writes=writes,
+            volumes=volumes,
+            lost_after_s=lost_after_s,
+        )
 
     def keeps_twice(self, bucket: str) -> bool:
         """Whether what no backend has of the bucket is kept on two nodes."""
@@ -323,6 +342,7 @@ class Replicas:
         buckets = self._twice()
         if not buckets or self.node_id not in agreed.holders or self._seat.agreed is not agreed:
             return
+        await self.returns.tend(agreed, buckets)
         now_s = self._clock.monotonic_s()
         if now_s >= self._compared_s + COMPARED_FOR_S:
             self._compared_s = now_s
@@ -377,7 +397,7 @@ class Replicas:
 
     async def _compare(self, agreed: Map, node: str, buckets: list[str]) -> None:
         """Have a node keep what it is to keep, and no more."""
-        marked, number, busy = mark(agreed, self._seat.alive, node), self.sent.number(), self.sent.busy
+        marked, number, busy = self.sent.mark(agreed, self._seat.alive, node), self.sent.number(), self.sent.busy
         for bucket in buckets:
             if self._volumes.missing(bucket):
                 raise Unavailable(f"volumes are missing that may have something of {bucket}: see `forebay status`")

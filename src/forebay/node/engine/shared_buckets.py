@@ -163,6 +163,11 @@ class SharedBuckets:
         self._news = asyncio.Event()
         self.lagging: dict[str, str] = {}  # buckets of which this node does not do yet what the cluster says, and why
 
+    @property
+    def reaches_others(self) -> bool:
+        """Whether this node and the others know each other."""
+        return self._others is not None
+
     async def load(self) -> None:
         """Remember which buckets are the cluster's."""
         entries, _ = await self._memory.range(MEMORY)

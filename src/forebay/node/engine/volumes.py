@@ -12,12 +12,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import msgspec
+
 from forebay.core.errors import NotFound
 from forebay.core.messages.calls import VolumeNamed
 from forebay.core.metrics import series
 from forebay.core.volumes import KnownVolume, VolumeState
 from forebay.node.engine.flush.flusher import Flusher
 from forebay.node.store.disk.usage import VolumeUsage
+from forebay.node.store.writer import owned
 from forebay.node.store.writer.remembered_volumes import KnownVolumes
 from forebay.node.store.writer.writer import Store
 
@@ -92,8 +95,9 @@ class Volumes:
         log.warning("a volume at %s was ordered: the next start makes it", named.name)
         return VolumeState("", named.name, "new", reason="ordered", change="restart the node to use it")
 
-    async def give_up(self, named: VolumeNamed) -> VolumeState:
-        """Forget a volume that is not in use, and what it owed. Returns its last state."""
+    async def give_up(self, named: VolumeNamed, came_back: int = 0) -> VolumeState:
+        """Forget a volume that is not in use, and what it owed, of which so many came back from other nodes. Returns
+        its last state."""
         before = self._known.memory.find(named.name)
         if before is None:
             raise NotFound(f"the node knows no volume {named.name}: `forebay volume ls` lists those it knows")
@@ -103,20 +107,28 @@ class Volumes:
             (bucket, key)
             for bucket in _buckets(before)
             for key, _, _ in self._flusher.owing(bucket)
-            if (owner := owners.of_key(bucket, key)) is not None and owner.volume_id == before.volume_id
+            if (owner := owners.of_key(bucket, key)) is not None
+            and owner.volume_id == before.volume_id
+            and not self._is_here(bucket, key)
         ]
         given = await self._known.give_up(named.name, self._store)
         for bucket, key in lost:
             self._flusher.forget(bucket, key)
         log.warning(
-            "volume %s at %s was given up: %d objects with %d bytes of %s are lost",
+            "volume %s at %s was given up: it owed %d objects with %d bytes of %s; %d objects and deletes came back",
             given.volume_id,
             given.path,
             given.owed_objects,
             given.owed_bytes,
             ", ".join(_buckets(given)) or "no bucket",
+            came_back,
         )
-        return state or _absent(given.volume_id, given.path, "missing", "", "", given)
+        state = state or _absent(given.volume_id, given.path, "missing", "", "", given)
+        return msgspec.structs.replace(state, came_back=came_back)
+
+    def _is_here(self, bucket: str, key: str) -> bool:
+        """Whether a volume in use owes something of the key."""
+        return bool(self._store.usable()) and owned.entry_at(self._store.home(bucket, key), bucket, key) is not None
 
 
 def _buckets(known: KnownVolume | None) -> list[str]:

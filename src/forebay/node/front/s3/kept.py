@@ -14,9 +14,10 @@ from forebay.core import limits
 from forebay.core.access import Identity
 from forebay.core.errors import Invalid
 from forebay.core.messages.copied import (
+    BACK,
     ClearCopy,
-    CompareCopies,
     Copied,
+    CopiesAsked,
     CopiesCall,
     CopiesSaid,
     KeepCopy,
@@ -48,7 +49,7 @@ class KeptApi:
         self._auth.require_write(caller.identity, bucket, key or None)
         if request.method != b"PUT":
             return self._puts.intake.document(request, caller, limits.BATCH_BODY_BYTES_MAX)
-        place = msgspec.structs.replace(bucket, name=copies_of(bucket.name))
+        place = bucket if query[COPY_QUERY] == BACK else msgspec.structs.replace(bucket, name=copies_of(bucket.name))
         incoming = self._puts.intake.open(request, caller, place, check_key(key), bytes_max=limits.OBJECT_BYTES_MAX)
         incoming.synced_soon = True
         incoming.options = of_line(request.headers.get(_HEADER, b""))
@@ -65,25 +66,26 @@ class KeptApi:
             incoming = request.sink
             assert isinstance(incoming, Incoming)
             assert isinstance(incoming.options, Copied)
-            work = self._puts.finish(self._keep(bucket.name, key, incoming, incoming.options))
+            back = query[COPY_QUERY] == BACK
+            work = self._puts.finish(self._keep(bucket.name, key, incoming, incoming.options, back))
         elif request.method == b"DELETE":
             call: CopiesCall = ClearCopy(bucket.name, check_key(key), query.get("actor", ""), _number(query))
             work = self._puts.finish(self._call("copies", call))
         else:
             try:
-                call = msgspec.json.decode(request.body, type=CompareCopies)
+                call = msgspec.json.decode(request.body, type=CopiesAsked)
             except msgspec.MsgspecError as error:
-                raise Invalid(f"a list of copies does not fit ({error}): the nodes must be of one release") from None
+                raise Invalid(f"what is asked of copies is unknown ({error}): nodes must be of one release") from None
             work = self._puts.finish(self._call("copies", call))
         exchange.spawn(self._answer(exchange, work))
         return True
 
-    async def _keep(self, bucket: str, key: str, incoming: Incoming, about: Copied) -> CopiesSaid:
+    async def _keep(self, bucket: str, key: str, incoming: Incoming, about: Copied, back: bool) -> CopiesSaid:
         received = incoming.result
         body = None if received.path else received.body or b""
         try:
             said: CopiesSaid = await self._call(
-                "copies", KeepCopy(bucket, key, about, received.size_bytes, received.path, body, received.sums)
+                "copies", KeepCopy(bucket, key, about, received.size_bytes, received.path, body, received.sums, back)
             )
         except BaseException:
             received.discard()

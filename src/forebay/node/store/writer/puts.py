@@ -67,6 +67,7 @@ class Put(NamedTuple):
     note: Note | None = None  # set exactly for DIRTY and LOCAL
     durable: bool = False  # sync file, directory and note before make_durable returns
     block_bytes: int = 0  # of `sums`; 0: `Store.block_bytes`
+    returns: bool = False  # an absent volume had it: it is the last version of the key
 
 
 class Delete(NamedTuple):
@@ -76,6 +77,7 @@ class Delete(NamedTuple):
     key: str
     note: Note | None = None
     durable: bool = False
+    returns: bool = False  # as of a Put
 
 
 Change = Put | Delete
@@ -232,7 +234,7 @@ class Puts:
         step.entry = keys.index_key(bucket, key)
         if volume.stall.stalled:
             raise stalled(volume.path, f"{bucket}/{key}")
-        self._volumes.check_present(bucket, key)
+        (self._volumes.check_in_use if change.returns else self._volumes.check_present)(bucket, key)
         if change.note is not None:
             self._volumes.check_noted(volume, bucket, key)
         step.durable = change.note is not None and change.durable

@@ -144,6 +144,10 @@ class VolumeSet(Whereabouts[Volume]):
         one does, or if a change of the key waits for its disk: look-ups see it, and fronts do not."""
         if self.owners and (absent := self.owners.of_key(bucket, key)) is not None:
             raise missing(absent, f"{bucket}/{key}")
+        self.check_in_use(bucket, key)
+
+    def check_in_use(self, bucket: str, key: str) -> None:
+        """As `check_present`, of the volumes in use alone."""
         if self.astray:
             self._check_astray(bucket, key)
         volume = self._by_id.get(self.volume_of(bucket, key)) if self.any_stalled else None

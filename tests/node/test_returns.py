@@ -1,0 +1,119 @@
+"""What a node lost while it lives comes back from the nodes that keep copies of it: a disk, and single objects."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from bench import servers
+from tests.cli.conftest import Program
+from tests.node.conftest import NodeProcess, pattern
+from tests.node.test_cluster import cluster_of
+from tests.node.test_copies_kept import keep_nothing_once, kept, read, twice, until_covered
+from tests.node.test_homes import SOON, Cluster, client
+from tests.patience import until
+
+pytestmark = pytest.mark.real
+Make = Callable[..., NodeProcess]
+BODIES = {f"key-{number}": pattern(900 + number * number * 4000, number) for number in range(24)}
+GONE = [f"key-{number}" for number in range(3)]
+
+
+class TwoDisks:
+    """A cluster of three nodes, the second of which has two volumes; what it was given is on two nodes each."""
+
+    def __init__(self, node: Make, etcd: servers.EtcdCluster, root: Path, lost_after_s: int) -> None:
+        self.volumes = [root / "disk-0", root / "disk-1"]
+
+        def make(*given: str) -> NodeProcess:
+            config = Path(given[given.index("--config") + 1])
+            config.write_text(f"lease = 10.0\nvolume_lost_after = {lost_after_s}\n")
+            own = [flag for path in self.volumes for flag in ("--volume", str(path))] if len(self.made) == 1 else []
+            self.made.append(node(*given, *own))
+            return self.made[-1]
+
+        self.made: list[NodeProcess] = []
+        self.cluster = Cluster(make, etcd, root, 3, *SOON)
+        self.node = self.cluster.nodes[1]
+        keep_nothing_once(self.cluster)
+        twice(self.cluster)
+        for number, (key, body) in enumerate(BODIES.items()):
+            for bucket in ("away", "own"):
+                asked = self.cluster.clients[number % 3]
+                asked.put_object(Bucket=bucket, Key=key, Body=b"earlier")
+                asked.put_object(Bucket=bucket, Key=key, Body=body, Metadata={"who": key})
+        for key in GONE:
+            for bucket in ("away", "own"):
+                self.cluster.clients[0].delete_object(Bucket=bucket, Key=key)
+        until_covered(self.cluster)
+
+    def lose(self, disk: int) -> None:
+        """The node stands still for a moment, and comes back without one of its disks."""
+        self.node.stop()
+        self.volumes[disk].rename(self.volumes[disk].with_name("lost"))
+        self.volumes[disk].mkdir()
+        self.node.start()
+        self.cluster.clients[1] = client(self.node)
+
+    def refused(self) -> list[str]:
+        """Keys of the local bucket that nobody answers for now."""
+        return [key for key in BODIES if self.node.ask("GET", f"/own/{key}")[0] == 503]
+
+    def check(self) -> None:
+        for asked in self.cluster.clients:
+            for bucket in ("away", "own"):
+                for key, body in BODIES.items():
+                    if key in GONE:
+                        assert self.node.ask("GET", f"/own/{key}")[0] == 404
+                        continue
+                    found = until(
+                        lambda asked=asked, bucket=bucket, key=key: read(asked, bucket, key), f"{bucket}/{key}"
+                    )
+                    assert found == (body, {"who": key}), key
+
+
+def test_a_lost_disk_is_whole_again_without_an_operator(node: Make, etcd: servers.EtcdCluster, tmp_path: Path) -> None:
+    two = TwoDisks(node, etcd, tmp_path, 1)
+    two.lose(0)
+    until(lambda: len(two.node.json("GET", "status")["volumes"]) == 1, "that the disk is done without")
+    two.check()
+    until_covered(two.cluster)
+    assert "came back" in two.node.log
+    owed = 2 * (len(BODIES) + 1) - len(GONE)  # with one that says that writes are taken, and the deletes of one bucket
+    until(lambda: kept(two.cluster) == owed, "that all is on two nodes again")
+    two.node.stop()
+    two.volumes[0].rmdir()
+    two.volumes[0].with_name("lost").rename(two.volumes[0])
+    two.node.start()
+    two.cluster.clients[1] = client(two.node)
+    assert [each["state"] for each in two.node.json("GET", "status")["volumes"]].count("new") == 1, "it is left alone"
+    two.check()
+
+
+def test_a_volume_is_given_up_when_what_others_keep_of_it_is_back(
+    node: Make, etcd: servers.EtcdCluster, tmp_path: Path
+) -> None:
+    two = TwoDisks(node, etcd, tmp_path, 0)
+    two.lose(1)
+    refused = until(two.refused, "that what was on the disk is refused")
+    assert refused
+    program = Program(two.node.endpoint, tmp_path / "cli")
+    missing = next(each for each in two.node.json("GET", "status")["volumes"] if each["state"] == "missing")
+    told = program("volume", "give-up", missing["volume_id"], code=2)
+    assert "--yes" in told.stderr
+    time.sleep(1.5)  # as long as the other node waits before it does so by itself
+    assert two.refused(), "nobody does it by itself here"
+    said = until(lambda: given_up(program, missing["volume_id"]), "that all is known of the cluster")
+    assert "came back from other nodes" in said
+    two.check()
+    assert cluster_of(two.node)["active"]
+
+
+def given_up(program: Program, volume_id: str) -> str:
+    with suppress(AssertionError):  # it cannot be done yet
+        return program("volume", "give-up", volume_id, "--yes").stdout
+    return ""
