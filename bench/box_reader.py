@@ -1,10 +1,13 @@
-"""Reads objects over and over from a host of a box, and says what it saw.
+"""Reads or writes objects over and over from a host of a box, and says what it saw.
 
-    python -m bench.box_reader --at-once 8 (--sdk URL --bucket NAME | --http URL…)
+    python -m bench.box_reader --at-once 8 (--sdk URL --bucket NAME [--write] | --http URL…)
 
 The first line of its input is a JSON list of keys (`--sdk`) or paths (`--http`); it reads until its input ends. With
 `--once` it reads each of them once. Its output is one line of JSON: `reads` as [begin, end, key], and `errors` as
 [when, key, message]; times are those of the machine's monotonic clock. After a read that fails the next one waits.
+
+With `--write` each read is a write, of the next version of its key, and no two threads write one key. The body begins
+with the version (`body_of`); `versions` are the greatest that were acknowledged, by key.
 """
 
 from __future__ import annotations
@@ -25,7 +28,33 @@ from forebay.client.sync import connect
 from forebay.core.errors import ForebayError
 
 PAUSE_S = 0.1  # after an error
+WRITTEN_BYTES = 4096
 Read = Callable[[str], int]
+
+
+def body_of(version: int) -> bytes:
+    """What is written as this version."""
+    return f"{version} ".encode().ljust(WRITTEN_BYTES, b".")
+
+
+def version_of(body: bytes) -> int:
+    """Of what was read."""
+    return int(body.partition(b" ")[0])
+
+
+class Versions:
+    """What one thread writes: `write` does so, of keys that only it has."""
+
+    def __init__(self, write: Callable[[str, bytes], object]) -> None:
+        self._write = write
+        self._sent: dict[str, int] = {}
+        self.acknowledged: dict[str, int] = {}
+
+    def __call__(self, key: str) -> int:
+        version = self._sent[key] = self._sent.get(key, 0) + 1
+        self._write(key, body_of(version))
+        self.acknowledged[key] = version
+        return WRITTEN_BYTES
 
 
 class Readers:
@@ -40,9 +69,10 @@ class Readers:
         self.reads: list[tuple[float, float, str]] = []
         self.errors: list[tuple[float, str, str]] = []
 
-    def run(self, read: Read, seed: int) -> None:
-        """Read with `read` until there is nothing left, or `stop`."""
-        order = random.Random(seed).sample(self._keys, len(self._keys))
+    def run(self, read: Read, seed: int, own: slice) -> None:
+        """Read with `read` until there is nothing left, or `stop`: of the keys these."""
+        keys = self._keys[own]
+        order = random.Random(seed).sample(keys, len(keys))
         for key in itertools.cycle(order):
             if self._once:
                 try:
@@ -69,11 +99,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--once", action="store_true")
+    parser.add_argument("--write", action="store_true")
     given = parser.parse_args(arguments)
     readers = Readers(json.loads(sys.stdin.readline()), given.once)
     client = connect(given.sdk, token=TOKEN) if given.sdk else None
 
+    versions: list[Versions] = []
+
     def reader_of(number: int) -> Read:
+        if client is not None and given.write:
+            versions.append(Versions(lambda key, body: client.put(given.bucket, key, body)))
+            return versions[-1]
         if client is not None:
             return lambda key: len(client.get(given.bucket, key))
         plain = load.Reader(given.http[number % len(given.http)])
@@ -88,7 +124,15 @@ def main(arguments: list[str]) -> int:
         return read
 
     threads = [
-        threading.Thread(target=readers.run, args=(reader_of(number), given.seed * 1000 + number), daemon=True)
+        threading.Thread(
+            target=readers.run,
+            args=(
+                reader_of(number),
+                given.seed * 1000 + number,
+                slice(number, None, given.at_once) if given.write else slice(None),
+            ),
+            daemon=True,
+        )
         for number in range(given.at_once)
     ]
     for thread in threads:
@@ -98,7 +142,9 @@ def main(arguments: list[str]) -> int:
         readers.stop.set()
     for thread in threads:
         thread.join(None if given.once else 2 * PAUSE_S)  # one that hangs in a read has said what it saw
-    print(json.dumps({"reads": list(readers.reads), "errors": list(readers.errors)}), flush=True)
+    newest = {key: version for each in versions for key, version in list(each.acknowledged.items())}
+    said = {"reads": list(readers.reads), "errors": list(readers.errors), "versions": newest}
+    print(json.dumps(said), flush=True)
     return 0
 
 

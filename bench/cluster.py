@@ -18,12 +18,13 @@ import argparse
 import cmd
 import contextlib
 import http.client
+import itertools
 import shlex
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bench.box import Box, Host
@@ -32,6 +33,7 @@ from bench.parts import BUCKET, Node, upload_file
 from bench.servers import EtcdCluster, SeaweedFS, Server, ServerFailed, find_program
 from forebay.client.sync import Client
 from forebay.core.errors import ForebayError
+from forebay.core.messages.node_state import ClusterState
 from forebay.core.placement import Members
 from forebay.core.types import FRESH_IMMUTABLE, Bucket, WriteMode
 
@@ -125,6 +127,25 @@ class Cluster:
             number += 1
         return found
 
+    def on_two_nodes(self, bucket: str, node: Node, count: int) -> tuple[list[str], list[str]]:
+        """So many keys of which a node is the home or has the second copy, and so many of which it is neither."""
+        with self.nodes[0].client() as client:
+            nodes = client.node_map().nodes
+        members = Members({each.node_id: each.weight for each in nodes})
+        its = next(each.node_id for each in nodes if each.endpoint == node.endpoint)
+        found: tuple[list[str], list[str]] = [], []
+        for key in map("{:05d}".format, itertools.count()):
+            own = found[its not in members.order(bucket, key)[:2]]
+            if len(own) < count:
+                own.append(key)
+            if min(map(len, found)) == count:
+                return found
+        raise AssertionError("there are keys without end")
+
+    def wait_covered(self) -> None:
+        """Return when every node says of every other that all it should has its second copy."""
+        _wait(self.nodes, _are_covered, "have not all on two nodes")
+
     def warm(self, number: int, keys: Sequence[str]) -> None:
         """Return when a node has all of these."""
         with self.nodes[number].client() as client:
@@ -142,25 +163,40 @@ class Cluster:
 
 def wait_agreed(nodes: list[Node]) -> None:
     """Return when these nodes say that they, and no others, are active, by one active map."""
+    _wait(nodes, _agree, "do not agree")
+
+
+def _wait(nodes: list[Node], holds: Callable[[list[ClusterState]], bool], what: str) -> None:
+    """Return when that holds of what the nodes say of their cluster."""
     deadline_s = time.monotonic() + AGREED_TIMEOUT_S
-    while not _agree(nodes):
+    while not ((said := _said(nodes)) and holds(said)):
         if time.monotonic() > deadline_s:
-            raise ServerFailed(f"{len(nodes)} nodes do not agree; the first says: {nodes[0].log_tail()}")
+            raise ServerFailed(f"{len(nodes)} nodes {what}; the first says: {nodes[0].log_tail()}")
         time.sleep(0.1)
 
 
-def _agree(nodes: list[Node]) -> bool:
-    epochs = set()
+def _said(nodes: list[Node]) -> list[ClusterState]:
+    """What each says; empty if one says nothing."""
+    said = []
     for node in nodes:
         try:
             with node.client() as client:
                 state = client.status().cluster
         except ForebayError:
-            return False
-        if state is None or not state.active or sum(one.state == "active" for one in state.nodes) != len(nodes):
-            return False
-        epochs.add(state.epoch)
-    return len(epochs) == 1
+            return []
+        if state is None:
+            return []
+        said.append(state)
+    return said
+
+
+def _agree(said: list[ClusterState]) -> bool:
+    active = all(state.active and sum(one.state == "active" for one in state.nodes) == len(said) for state in said)
+    return active and len({state.epoch for state in said}) == 1
+
+
+def _are_covered(said: list[ClusterState]) -> bool:
+    return not any(node.kept_once for state in said for node in state.nodes)
 
 
 class WeedPart(Server):

@@ -357,7 +357,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "nodes-crash",
         "scale",
-        "a machine of 4 goes away without a word while clients read; lease 10 s",
+        "a machine of 4 goes away without a word while clients read and write; lease 10 s",
         "bench.rows.many_nodes:crash",
         (Objects("crash", MIB, 16),),
         (Objects("crash", MIB, 4),),

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from bench import load
+from bench import box_reader, load
 from bench.box import Box, Host
 from bench.cluster import Cluster, WeedCluster
 from bench.parts import BUCKET, Lab, Node, upload_file
@@ -29,6 +29,7 @@ from forebay.core.messages.batch import Item
 from forebay.core.placement import Members
 
 CLIENTS = 4
+WRITTEN = "written"  # a bucket of the crash
 BATCH = 8
 AT_ONCE = 24  # of each client: with fewer, by chance nobody asks a node now and then
 SETTLE_S = 3.0  # until all links are full
@@ -41,7 +42,9 @@ def _link_bit_s(row: Row) -> float:
 
 
 class Reading:
-    """A `bench/box_reader.py` on a host."""
+    """A `bench/box_reader.py` on a host. `versions` are of what it wrote, after the `end`."""
+
+    versions: dict[str, int]
 
     def __init__(self, host: Host, keys: Sequence[str], *arguments: str) -> None:
         command = [find_program("setpriv"), "--pdeathsig", "KILL", "--", *host.within]
@@ -58,6 +61,7 @@ class Reading:
         if self._process.returncode:
             raise load.LoadFailed("a reader in the box failed: its message is above")
         found = json.loads(said)
+        self.versions = found["versions"]
         return [tuple(read) for read in found["reads"]], [tuple(error) for error in found["errors"]]
 
 
@@ -430,45 +434,62 @@ def _read(node: Node, keys: Sequence[str]) -> None:
 
 # --- a crash ---------------------------------------------------------------------------------------------------------
 def crash(lab: Lab, row: Row) -> Result:
-    """A machine of four goes away, without a word, while clients read."""
+    """A machine of four goes away, without a word, while clients read, and write what no backend has."""
     (objects,) = row.quick if lab.quick else row.objects
     count, lease_s = (3, 3.0) if lab.quick else (4, 10.0)
-    waited, others, failed, notes = [], [], [], []
+    waited: list[list[float]] = [[], [], [], []]
+    failed, lost_writes, notes = [], [], []
     for _ in range(1 if lab.quick else row.rounds):
         with Box() as box:
-            clients = [box.host(f"client{number}") for number in range(2)]
-            cluster = Cluster(box, count, lease_s=lease_s)
+            clients = [box.host(f"client{number}") for number in range(4)]
+            cluster = Cluster(box, count, lease_s=lease_s, takes_over=True)
             cluster.add_bucket(BUCKET)
+            cluster.add_bucket(WRITTEN, "back", copies=2)
             owned = cluster.balanced(objects.name, objects.count)
             _upload(cluster, [key for own in owned for key in own], _random_file(lab, objects.size_bytes))
             for number, own in enumerate(owned):
                 cluster.warm(number, own)
             lost, kept = owned[-1], [key for own in owned[:-1] for key in own]
             how = ("--sdk", cluster.nodes[0].endpoint, "--bucket", BUCKET, "--at-once", "4")
-            readings = [Reading(host, keys, *how) for host, keys in zip(clients, (lost, kept), strict=True)]
+            readings = [Reading(host, keys, *how) for host, keys in zip(clients, (lost, kept), strict=False)]
+            writes = ("--sdk", cluster.nodes[0].endpoint, "--bucket", WRITTEN, "--at-once", "4", "--write")
+            written = cluster.on_two_nodes(WRITTEN, cluster.nodes[-1], objects.count)
+            cluster.wait_covered()
+            readings += [Reading(host, keys, *writes) for host, keys in zip(clients[2:], written, strict=True)]
             time.sleep(2 * SETTLE_S)
             cluster.hosts[-1].unplug()
             crashed = time.monotonic()
             cluster.hosts[-1].kill()
             time.sleep(lease_s + 10)
-            ends = []
-            for reading in readings:
+            failed.append(0)
+            lost_writes.append(0)
+            for number, reading in enumerate(readings):
                 reads, errors = reading.end()
-                ends.append(sorted(end for _, end, _ in reads if end > crashed - 1))
-                failed.append(len(errors))
+                waited[number].append(longest_gap(sorted(end for _, end, _ in reads if end > crashed - 1), crashed))
+                failed[-1] += len(errors) if number < 2 else 0
+                lost_writes[-1] += _older(cluster.nodes[0], reading.versions)
                 notes += [f"{when - crashed:+.1f} s: {key}: {said}" for when, key, said in errors[:2]]
-            waited.append(longest_gap(ends[0], crashed))
-            others.append(longest_gap(ends[1], crashed))
     limit = row.goals["works again"]
     return Result(
         row,
         (
-            bounded("its keys: longest without a read", "s", limit, waited),
-            bounded("others: longest without a read", "s", row.goals["others"], others),
+            bounded("its keys: longest without a read", "s", limit, waited[0]),
+            bounded("others: longest without a read", "s", row.goals["others"], waited[1]),
+            bounded("its keys: longest without a write", "s", limit, waited[2]),
+            bounded("others: longest without a write", "s", row.goals["others"], waited[3]),
             bounded("reads that failed", "", row.goals["failed"], [float(number) for number in failed]),
+            bounded("acknowledged writes lost", "", row.goals["failed"], [float(number) for number in lost_writes]),
         ),
         notes=tuple(notes[:6]),
     )
+
+
+def _older(node: Node, acknowledged: dict[str, int]) -> int:
+    """Of how many keys a node has an older version than was acknowledged."""
+    with node.client() as client:
+        return sum(
+            box_reader.version_of(bytes(client.get(WRITTEN, key))) < version for key, version in acknowledged.items()
+        )
 
 
 def longest_gap(ends: Sequence[float], since: float) -> float:
