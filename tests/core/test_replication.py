@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 from forebay.core.cluster.records import Map, Presence
 from forebay.core.cluster.replication import Copy, Kept, Sent
@@ -37,3 +38,35 @@ def test_what_is_kept_for_a_node_is_listed_in_pieces() -> None:
     while page := kept.of("there", "own", found[-1][0] if found else "", 3):
         found += page
     assert found == [(f"key-{number}", number) for number in range(10)]
+
+
+def test_what_is_found_in_order_is_what_a_look_at_all_finds() -> None:
+    """Copies come, go, and change their actor; each question is asked of the ledger, and of all that it has."""
+    chance = random.Random(1)
+    actors = ["a", "b", "here"]
+    kept = Kept("here", {("own", f"{n}"): Copy("a", 1, 1) for n in range(5)})
+    for number in range(2, 3000):
+        name = (chance.choice(["own", "own2", "ow"]), f"{chance.randrange(40)}")
+        actor, act = chance.choice(actors[:2]), chance.randrange(4)
+        if act < 2:
+            kept.keep(name, Copy(actor, number, number))
+        elif act == 2:
+            kept.forget([name])
+        else:
+            kept.clears(name, actor, number)
+        holders = {node: 1.0 for node in actors if node == "here" or chance.random() < 0.7}
+        agreed = Map(1, True, holders, holders, holders, held=1, deposed=tuple(sorted({"a", "b"} - holders.keys())))
+        every = kept.copies.items()
+        assert sorted(kept.taken_over(agreed)) == sorted(n for n, there in every if there.actor in agreed.deposed)
+        nobody_deposed = Map(1, True, holders, holders, holders, held=1)
+        assert sorted(kept.useless(nobody_deposed)) == sorted(n for n, there in every if there.actor not in holders)
+        assert kept.has_any("own") == any(n[0] == "own" for n in kept.copies)
+        after, upto = (name, (name[0] + "\0", "")) if chance.random() < 0.5 else (None, None)
+        found = kept.compare(agreed, 1, actor, number, {}, (), after, upto)
+        if actor in holders:
+            assert found is not None
+            assert found[1] == sorted(
+                n
+                for n, there in every
+                if there.actor == actor and (after is None or n > after) and (upto is None or n <= upto)
+            )

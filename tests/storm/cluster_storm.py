@@ -28,6 +28,8 @@ from tests.storm.fleet import FAULTS, MODES, Fleet, last_s
 from tests.storm.judging import Crew
 
 ROUNDS_A_STORM = 20  # in one box; then a new cluster begins
+LOGGED_BYTES = 4 << 20  # of a node, in which the lines below are looked for when something is wrong
+TELLING = ("conflict: ", "is taken over from", "tried again", "wanted ", "begins a new", "is active")
 ANSWERS = 20  # that clients get while a fault lasts, and after it
 KEYS, CLIENTS = 4, 5
 
@@ -98,7 +100,8 @@ def _told(fleet: Fleet) -> str:
         lines.append(f"{state.endpoint} is {state.cluster.node_id}; map {state.cluster.epoch}: {nodes}")
         lines.append(f"    {state.reads} reads, {state.flights} flights, catching up {state.catching_up}")
     for node in fleet.cluster.nodes:
-        lines.append(f"--- {node.host}\n{node.log_tail()}")
+        told = [line for line in node.log_tail(LOGGED_BYTES).splitlines() if any(each in line for each in TELLING)]
+        lines.append("\n".join([f"--- {node.host}", *told, node.log_tail()]))
     return "\n".join(lines)
 
 

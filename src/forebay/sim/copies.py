@@ -140,7 +140,7 @@ class Copies(Cluster):
                 self._tell(process.incarnation, f"forgets {len(ledgers.disk.owed)} keys")
             ledgers.disk.owed.clear()
             ledgers.disk.copies.clear()
-            ledgers.kept.copies.clear()
+            ledgers.kept.forget(list(ledgers.kept.copies))
 
     def _take(self, process: Process, name: Name) -> None:
         """The copy of one who was deposed is this node's own."""

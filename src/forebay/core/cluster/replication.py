@@ -30,6 +30,9 @@ Rejected: a quorum of copies with a log (consensus is etcd's; one second under a
 failure); copies noted with the object (each change of holders would rewrite every record); the epoch of the map as the
 fence (each join of a node that holds nothing would send everything anew).
 
+The names of what is kept are in order, by actor: 10^6 copies are looked through in pieces (2,000 names: 1 ms), and who
+has nothing to do with them does not look at them.
+
 Invariants. (1) While `Map.covered` is `Map.held`, for each key that the actor owes or alone has, its second keeps the
 same version, or one that is being written. (2) A copy is never of a version that the actor has let go of. (3) What is
 refused once for its number is refused for ever.
@@ -37,7 +40,8 @@ refused once for its number is refused for ever.
 
 from __future__ import annotations
 
-import heapq
+import sys
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
@@ -62,7 +66,13 @@ class Kept:
 
     def __init__(self, node: str, copies: Mapping[Name, Copy]) -> None:
         self.node = node
-        self.copies = dict(copies)
+        self.copies: dict[Name, Copy] = {}
+        self._names: dict[str, list[Name]] = {}  # of each actor, in order
+        for name, copy in copies.items():
+            self.copies[name] = copy
+            self._names.setdefault(copy.actor, []).append(name)
+        for names in self._names.values():
+            names.sort()
         self._held = 0
         self._floors: dict[tuple[str, Name], int] = {}
         self._floor: dict[str, int] = {}  # of each actor, for all its keys
@@ -87,7 +97,31 @@ class Kept:
 
     def keep(self, name: Name, copy: Copy) -> None:
         """It is on disk."""
+        there = self.copies.get(name)
+        if there is None or there.actor != copy.actor:
+            self._remove(name)
+            insort(self._names.setdefault(copy.actor, []), name)
         self.copies[name] = copy
+
+    def _remove(self, name: Name) -> None:
+        there = self.copies.pop(name, None)
+        if there is None:
+            return
+        names = self._names[there.actor]
+        del names[bisect_left(names, name)]
+        if not names:
+            del self._names[there.actor]
+
+    def has_any(self, bucket: str) -> bool:
+        """Whether something of the bucket is kept."""
+        return any(self._within(actor, (bucket, ""), _end_of(bucket)) for actor in self._names)
+
+    def _within(self, actor: str, after: Name | None, upto: Name | None, most: int = sys.maxsize) -> list[Name]:
+        """Names of the actor's copies after one, up to another."""
+        names = self._names.get(actor, [])
+        first = bisect_right(names, after) if after is not None else 0
+        last = bisect_right(names, upto) if upto is not None else len(names)
+        return names[first : min(last, first + most)]
 
     def clears(self, name: Name, actor: str, number: int) -> bool:
         """The actor has let go of all up to this number: nothing of it is kept any more. Whether something was."""
@@ -99,7 +133,7 @@ class Kept:
         there = self.copies.get(name)
         if there is None or there.actor != actor or there.number > number:
             return False
-        del self.copies[name]
+        self._remove(name)
         return True
 
     def compare(
@@ -121,30 +155,21 @@ class Kept:
         self._floor[actor] = max(number, self._floor.get(actor, 0))
         dropped = [
             name
-            for name, there in self.copies.items()
-            if there.actor == actor
-            and there.number <= number
-            and name not in busy
-            and name not in listed
-            and (after is None or name > after)
-            and (upto is None or name <= upto)
+            for name in self._within(actor, after, upto)
+            if self.copies[name].number <= number and name not in busy and name not in listed
         ]
         missing = [name for name, version in listed.items() if not self._has(name, actor, version)]
         return missing, dropped
 
     def of(self, actor: str, bucket: str, after: str, most: int) -> list[tuple[str, int]]:
         """The next keys of a bucket, by name, of which this node keeps the actor's copies, and their versions."""
-        found = (
-            (name[1], there.version)
-            for name, there in self.copies.items()
-            if there.actor == actor and name[0] == bucket and name[1] > after
-        )
-        return heapq.nsmallest(most, found)
+        names = self._within(actor, (bucket, after), _end_of(bucket), most)
+        return [(name[1], self.copies[name].version) for name in names]
 
     def forget(self, names: Iterable[Name]) -> None:
         """They are on disk no more."""
         for name in names:
-            self.copies.pop(name, None)
+            self._remove(name)
 
     def _has(self, name: Name, actor: str, version: int) -> bool:
         there = self.copies.get(name)
@@ -155,7 +180,7 @@ class Kept:
         was deposed itself: its copies may be old."""
         if not agreed.deposed or self.node not in agreed.holders:
             return []
-        return [name for name, there in self.copies.items() if there.actor in agreed.deposed]
+        return [name for actor in agreed.deposed for name in self._names.get(actor, ())]
 
     def useless(self, agreed: Map) -> list[Name]:
         """What nobody will take over any more: copies for a node that does not hold, and all of them at such a one. Of
@@ -165,12 +190,16 @@ class Kept:
         if self.node not in agreed.holders:
             return list(self.copies)
         acting = agreed.holders.keys() | set(agreed.deposed)
-        return [name for name, there in self.copies.items() if there.actor not in acting]
+        return [name for actor, names in self._names.items() if actor not in acting for name in names]
 
     def acts_anew(self, agreed: Map, name: Name) -> bool:
         """Whether the copy of a key must be made this node's own before it acts on it."""
         there = self.copies.get(name)
         return there is not None and there.actor in agreed.deposed and self.node in agreed.holders
+
+
+def _end_of(bucket: str) -> Name:
+    return bucket + "\0", ""
 
 
 class Sent:

@@ -106,7 +106,7 @@ class KeptCopies:
 
     def has_any(self, bucket: str) -> bool:
         """Whether something of the bucket is kept for others."""
-        return any(name[0] == bucket for name in self.ledger.copies)
+        return self.ledger.has_any(bucket)
 
     async def _keep(self, call: KeepCopy) -> CopiesSaid:
         name, about = (call.bucket, call.key), call.about
