@@ -173,12 +173,12 @@ def test_what_is_lost_here_comes_back_from_the_node_that_keeps_it(rigged: Rigged
 
         older, newest = other.kept["key"], msgspec.structs.replace(other.kept["key"][0], version=1)
         other.kept["key"] = newest, b"of another version"
-        await replicas.returns.tend(replicas._agreed(), ["remote"])
+        await replicas.returns.objects(replicas._agreed(), ["remote"])
         assert any(store.partly_lost("remote")) or store.lost_in("remote"), "only the very version takes its place"
 
         other.kept["key"] = older
         replicas.returns._asked.clear()  # or it waits a minute
-        await replicas.returns.tend(replicas._agreed(), ["remote"])
+        await replicas.returns.objects(replicas._agreed(), ["remote"])
         assert not store.lost_in("remote")
         assert not any(store.partly_lost("remote"))
         await replicas._tend_once()

@@ -13,7 +13,7 @@ from bench import servers
 from tests.cli.conftest import Program
 from tests.node.conftest import NodeProcess, pattern
 from tests.node.test_cluster import cluster_of
-from tests.node.test_copies_kept import keep_nothing_once, kept, read, twice, until_covered
+from tests.node.test_copies_kept import agreed, keep_nothing_once, kept, read, twice, until_covered
 from tests.node.test_homes import SOON, Cluster, client
 from tests.patience import until
 
@@ -51,9 +51,10 @@ class TwoDisks:
                 self.cluster.clients[0].delete_object(Bucket=bucket, Key=key)
         until_covered(self.cluster)
 
-    def lose(self, disk: int) -> None:
-        """The node stands still for a moment, and comes back without one of its disks."""
+    def lose(self, disk: int, until_done: Callable[[], None] = lambda: None) -> None:
+        """The node stands still until that is done, and comes back without one of its disks."""
         self.node.stop()
+        until_done()
         self.volumes[disk].rename(self.volumes[disk].with_name("lost"))
         self.volumes[disk].mkdir()
         self.node.start()
@@ -91,6 +92,20 @@ def test_a_lost_disk_is_whole_again_without_an_operator(node: Make, etcd: server
     two.node.start()
     two.cluster.clients[1] = client(two.node)
     assert [each["state"] for each in two.node.json("GET", "status")["volumes"]].count("new") == 1, "it is left alone"
+    two.check()
+
+
+def test_a_node_that_was_taken_over_comes_back_without_one_of_its_disks(
+    node: Make, etcd: servers.EtcdCluster, tmp_path: Path
+) -> None:
+    """Others have all that it had, so it waits for nothing of that."""
+    two = TwoDisks(node, etcd, tmp_path, 1)
+    two.cluster.nodes.pop(1)
+    two.lose(0, lambda: until(lambda: agreed(two.cluster).deposed == (two.cluster.ids[1],), "that it is taken over"))
+    two.cluster.nodes.insert(1, two.node)
+    until(lambda: sorted(agreed(two.cluster).holders) == sorted(two.cluster.ids), "that it holds again")
+    assert len(two.node.json("GET", "status")["volumes"]) == 1, "the disk is done without"
+    until_covered(two.cluster)
     two.check()
 
 

@@ -152,7 +152,7 @@ def test_a_node_that_is_written_to_all_the_time_follows_too(start: Start, tmp_pa
     """It owes something in each moment: it must stop taking more."""
     nodes = [start(), start()]
     until_all_are("active", *nodes)
-    make(nodes[0], "back", tmp_path / "back", write="back")
+    make(nodes[0], "back", tmp_path / "back", write="back", copies=1)  # a node that keeps copies refuses the change
     (tmp_path / "back").rename(tmp_path / "gone")
     key = ""
     for number in range(200):

@@ -209,7 +209,8 @@ class KeptCopies:
             about = msgspec.structs.replace(msgspec.msgpack.decode(kept.note.copied, type=Copied), held=call.held)
             inline = record.inline
             path = "" if inline is not None else self._store.data_path(record)
-            await self.sends_back(call.actor, name, about, Body(record.size_bytes, inline, path))
+        # not under the lock: a write there may wait for this node to keep its copy, and what comes waits for the write
+        await self.sends_back(call.actor, name, about, Body(record.size_bytes, inline, path))
         return CopiesSaid()
 
     def _goes_by(self, held: int) -> None:

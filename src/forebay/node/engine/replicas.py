@@ -336,13 +336,15 @@ class Replicas:
         await self.kept.tidy()
         if self.node_id in agreed.deposed:
             if agreed.covered == agreed.held:
+                await self.returns.volumes(agreed, self._twice())
                 await self._forget_all()
             return
         await self.kept.take_all_over()
         buckets = self._twice()
         if not buckets or self.node_id not in agreed.holders or self._seat.agreed is not agreed:
             return
-        await self.returns.tend(agreed, buckets)
+        await self.returns.objects(agreed, buckets)
+        await self.returns.volumes(agreed, buckets)
         now_s = self._clock.monotonic_s()
         if now_s >= self._compared_s + COMPARED_FOR_S:
             self._compared_s = now_s

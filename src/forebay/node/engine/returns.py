@@ -64,7 +64,8 @@ from forebay.ports.clock import Clock
 log = logging.getLogger("forebay.replicas")
 
 AT_ONCE = 4  # objects on their way back: more would take the link from clients
-AGAIN_S = 60.0  # between attempts to get one object back, and one volume
+AGAIN_S = 60.0  # between attempts to get one object back: it may be large, and the disk full
+VOLUME_AGAIN_S = 10.0  # and a volume: what came back is not fetched again
 
 
 class ToPeers(Protocol):
@@ -168,8 +169,8 @@ class Returns:
         )  # fmt: skip
 
     # --- asking for it -----------------------------------------------------------------------------------------------
-    async def tend(self, agreed: Map, buckets: list[str]) -> None:
-        """Get back what can be got back by itself. Raises nothing of what goes wrong with that."""
+    async def objects(self, agreed: Map, buckets: list[str]) -> None:
+        """Get back single objects of these buckets. What goes wrong with that is logged, and tried again."""
         for name, version in self._lost_objects(buckets):
             second = agreed.second(self._node_id, *name)
             now_s = self._clock.monotonic_s()
@@ -181,11 +182,15 @@ class Returns:
                     log.warning("%s/%s was lost here, and came back from node %s", *name, second)
             except ForebayError as error:
                 log.warning("%s/%s is lost here, and does not come back yet: %s", *name, error.message)
+
+    async def volumes(self, agreed: Map, buckets: list[str]) -> None:
+        """Do without volumes that have been missing for long, once all that they owed in these buckets is back. If this
+        node was deposed, it is with others. What goes wrong with that is logged, and tried again."""
         for known in self._lost_volumes(agreed, buckets):
             try:
                 await self.give_up(VolumeNamed(known.volume_id), by_itself=True)
             except ForebayError as error:
-                self._due_s[known.volume_id] = self._clock.monotonic_s() + AGAIN_S
+                self._due_s[known.volume_id] = self._clock.monotonic_s() + VOLUME_AGAIN_S
                 log.warning("what volume %s owed does not come back yet: %s", known.volume_id, error.message)
 
     def _lost_objects(self, buckets: list[str]) -> list[tuple[Name, int]]:
@@ -204,9 +209,9 @@ class Returns:
         if not self._lost_after_s:
             return []
         now_s = self._clock.monotonic_s()
-        missing = {each.volume_id: each for bucket in buckets for each in self._store.owners.of_bucket(bucket)}
-        self._due_s = {each: self._due_s.get(each, now_s + self._lost_after_s) for each in missing}
         twice = {*buckets, *map(copies_of, buckets)}
+        missing = {each.volume_id: each for bucket in sorted(twice) for each in self._store.owners.of_bucket(bucket)}
+        self._due_s = {each: self._due_s.get(each, now_s + self._lost_after_s) for each in missing}
         return [
             each
             for each in missing.values()
