@@ -26,12 +26,14 @@ GONE = [f"key-{number}" for number in range(3)]
 class TwoDisks:
     """A cluster of three nodes, the second of which has two volumes; what it was given is on two nodes each."""
 
-    def __init__(self, node: Make, etcd: servers.EtcdCluster, root: Path, lost_after_s: int) -> None:
+    def __init__(
+        self, node: Make, etcd: servers.EtcdCluster, root: Path, lost_after_s: int, lease_s: float = 120.0
+    ) -> None:
         self.volumes = [root / "disk-0", root / "disk-1"]
 
         def make(*given: str) -> NodeProcess:
             config = Path(given[given.index("--config") + 1])
-            config.write_text(f"lease = 10.0\nvolume_lost_after = {lost_after_s}\n")
+            config.write_text(f"lease = {lease_s}\nvolume_lost_after = {lost_after_s}\n")
             own = [flag for path in self.volumes for flag in ("--volume", str(path))] if len(self.made) == 1 else []
             self.made.append(node(*given, *own))
             return self.made[-1]
@@ -99,7 +101,7 @@ def test_a_node_that_was_taken_over_comes_back_without_one_of_its_disks(
     node: Make, etcd: servers.EtcdCluster, tmp_path: Path
 ) -> None:
     """Others have all that it had, so it waits for nothing of that."""
-    two = TwoDisks(node, etcd, tmp_path, 1)
+    two = TwoDisks(node, etcd, tmp_path, 1, 10.0)
     two.cluster.nodes.pop(1)
     two.lose(0, lambda: until(lambda: agreed(two.cluster).deposed == (two.cluster.ids[1],), "that it is taken over"))
     two.cluster.nodes.insert(1, two.node)

@@ -91,6 +91,7 @@ def add(
 def give_up(
     name: Name,
     yes: Annotated[bool, typer.Option("--yes", help="What it owes may be lost.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="So may what does not come back from other nodes.")] = False,
     url: Url = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -108,7 +109,7 @@ def give_up(
                 f"volume {name} is all that this node has of {lost(known[0])}: say --yes to lose that, but for what "
                 "other nodes keep and send back"
             )
-        state = client.volume_give_up(name)
+        state = client.volume_give_up(name, force=force)
     if as_json:
         show.document(state)
     else:

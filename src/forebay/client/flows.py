@@ -358,8 +358,8 @@ def volume_add(path: str) -> Flow[VolumeState]:
     return state
 
 
-def volume_give_up(name: str) -> Flow[VolumeState]:
-    call = _post("/-/v1/volumes/give-up", VolumeNamed(name))
+def volume_give_up(name: str, force: bool) -> Flow[VolumeState]:
+    call = _post("/-/v1/volumes/give-up", VolumeNamed(name, force))
     state: VolumeState = yield from ask_json(call, f"volume {name}", VolumeState)
     return state
 

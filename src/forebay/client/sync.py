@@ -666,9 +666,10 @@ class Client:
         """Have the node make a volume at `path`, or take in the one that lies there, when it starts the next time."""
         return self.run(flows.volume_add(path))
 
-    def volume_give_up(self, name: str) -> VolumeState:
-        """Give up a volume (by id or path) that is not in use: what it owed is lost. How it was."""
-        return self.run(flows.volume_give_up(name))
+    def volume_give_up(self, name: str, *, force: bool = False) -> VolumeState:
+        """Give up a volume (by id or path) that is not in use: what it owed is lost, but for what other nodes of a
+        cluster keep and send back first. How it was. `Unavailable` if not all of that comes back, unless `force`."""
+        return self.run(flows.volume_give_up(name, force))
 
     def node_map(self) -> NodeMap:
         """The versioned list of nodes."""

@@ -387,7 +387,10 @@ class Membership:
         """A holder that is missing, and of which others have all that it alone had."""
         if not map.held or map.covered != map.held or len(map.holders) < 2:
             return None  # `held` is 0 in a map of a release without copies
-        missing = (node for node in sorted(map.holders) if self._is_missing(now_s, node))
+        missing = [node for node in sorted(map.holders) if self._is_missing(now_s, node)]
+        others = [node for node in map.holders if node not in missing]
+        if any(self._covered(node) < map.held for node in others):
+            return None  # it came back without a disk, perhaps, on which the copies were: nobody compares then
         return next((node for node in missing if self._may_be_replaced(node)), None)
 
     def _may_be_replaced(self, node: str) -> bool:

@@ -363,9 +363,10 @@ class LostCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class VolumeNamed(msgspec.Struct, frozen=True):
-    """By id or path."""
+    """By id or path. `force`: give it up without what does not come back from other nodes."""
 
     name: str
+    force: bool = False
 
 
 class WishCall(msgspec.Struct, frozen=True):

@@ -214,6 +214,8 @@ class BucketVerbs:
                 _check_owner(bucket, named.maker)
                 if named.force:
                     await self._give_up(bucket)
+                    if self._engine.replicas is not None:
+                        await self._engine.replicas.kept.give_up(named.name)
                 await self._settled(named.name, "delete the bucket")
                 await self._empty(bucket, "delete the bucket")
                 await self._engine.uploads.abort_bucket(named.name)
@@ -275,7 +277,7 @@ class BucketVerbs:
             )
 
     async def _give_up(self, bucket: Bucket) -> None:
-        """Forget what the node has of the bucket and no backend has: writes, deletes, lost objects, others' copies."""
+        """Forget what the node has of the bucket and no backend has: writes, deletes, lost objects."""
         engine, name = self._engine, bucket.name
         engine.store.check_bucket(name)  # what a missing volume may owe is not given up here: `forebay volume give-up`
         engine.flush()
@@ -288,8 +290,6 @@ class BucketVerbs:
             for key, _ in found:
                 await engine.writes.disown(name, key)
             engine.flush()
-        if engine.replicas is not None:
-            await engine.replicas.kept.give_up(name)
 
     async def _empty(self, bucket: Bucket, change: str) -> None:
         """`Exists` while a local bucket holds objects, which exist nowhere else."""

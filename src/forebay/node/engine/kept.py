@@ -196,6 +196,7 @@ class KeptCopies:
 
     async def _send_back(self, call: SendBack) -> CopiesSaid:
         name, place = (call.bucket, call.key), copies_of(call.bucket)
+        self._bring_up(place, call.key)
         async with self._writes.keeping(place, call.key):
             self._goes_by(call.held)
             there = self.ledger.copies.get(name)

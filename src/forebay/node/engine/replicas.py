@@ -37,7 +37,7 @@ from forebay.core.cluster.records import Map
 from forebay.core.cluster.replication import Name, Sent
 from forebay.core.errors import Corrupt, ForebayError, Unavailable
 from forebay.core.messages.calls import VolumeNamed
-from forebay.core.messages.copied import ClearCopy, CompareCopies, Copied
+from forebay.core.messages.copied import ClearCopy, CompareCopies, Copied, copies_of
 from forebay.core.record import Record, State, info_of
 from forebay.core.types import Headers, ObjectInfo
 from forebay.core.volumes import VolumeState
@@ -401,7 +401,7 @@ class Replicas:
         """Have a node keep what it is to keep, and no more."""
         marked, number, busy = self.sent.mark(agreed, self._seat.alive, node), self.sent.number(), self.sent.busy
         for bucket in buckets:
-            if self._volumes.missing(bucket):
+            if self._volumes.missing(bucket) or self._volumes.missing(copies_of(bucket)):
                 raise Unavailable(f"volumes are missing that may have something of {bucket}: see `forebay status`")
             self._flush()
             after, is_last = "", False

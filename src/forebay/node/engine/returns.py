@@ -10,25 +10,28 @@ and of no other, takes its place.
 *A volume* that is not here had objects which nobody here can name. So every other holder lists what it keeps of this
 node. Of each key the greatest version counts: a former second keeps an older one until lists are compared, and that
 waits while a volume is missing. Nothing newer comes about meanwhile, since keys of that volume are refused. When all is
-back the volume is given up, which ends the refusals. So does `forebay volume give-up`; and the node does it by itself
-for a volume that was missing for `volume_lost_after_s`, if all that it owed was on two nodes: the map says so
-(`covered` is `held`), and no bucket that is kept once has anything there. A volume that was given up is left alone if
-it turns up again, so nothing old comes back with it.
+back the volume is given up, which ends the refusals: by `forebay volume give-up`, or by itself for a volume that was
+missing for `volume_lost_after_s`. Both only if the map says that all was on two nodes (`covered` is `held`), every node
+can be asked, and all came; the verb can be forced to lose what does not come. By itself also only if no bucket that is
+kept once has anything there. A volume that was given up is left alone if it turns up again, so nothing old comes back.
+
+By itself is off unless an operator turns it on. `covered` says that all was on two nodes once since the holders
+changed: if another node lost a disk since, its copies are not there, and a disk that was only unmounted has them.
 
 What came back stays if the work is cut: the next attempt leaves it out.
 
 Rejected: that the node is taken over, forgets all, and comes back without the disk (all of its disks would be moved for
 the sake of one; and a disk that is only unmounted would be forgotten at once).
 
-Invariants. (1) What comes back takes the place of nothing that is whole here. (2) A volume is given up by itself only
-when everything that is kept for it elsewhere is here.
+Invariants. (1) What comes back takes the place of nothing that is whole here. (2) A volume is given up unforced
+only when everything that is kept for it elsewhere is here. (3) Nothing comes that was not asked for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import msgspec
@@ -65,6 +68,7 @@ log = logging.getLogger("forebay.replicas")
 
 AT_ONCE = 4  # objects on their way back: more would take the link from clients
 AGAIN_S = 60.0  # between attempts to get one object back: it may be large, and the disk full
+LOOKED_AT = 500  # keys between two turns of the loop: 6 ms
 VOLUME_AGAIN_S = 10.0  # and a volume: what came back is not fetched again
 
 
@@ -108,6 +112,7 @@ class Returns:
         self._peers, self._home_of, self._came_back = peers, home_of, came_back
         self._store, self._buckets, self._writes, self._volumes = store, buckets, writes, volumes
         self._lost_after_s = lost_after_s
+        self._awaited: set[tuple[Name, int]] = set()  # what a node was asked for, and has not answered
         self._asked: dict[tuple[Name, int], float] = {}  # when an object may be asked for again
         self._due_s: dict[str, float] = {}  # when a missing volume's objects are to come back
         kept.takes_back, kept.sends_back = self._take, self._send
@@ -132,7 +137,7 @@ class Returns:
             if digest and not about.is_delete and found != digest:
                 raise Corrupt(f"what comes back of {call.bucket}/{call.key} is not what was sent: send it again")
             async with self._writes.keeping(*name):
-                if self._lacks(name, about.version):
+                if (name, about.version) in self._awaited and self._lacks(name, about.version):
                     change = self._change(call, local=served.bucket.write == "local")
                     if change is not None:
                         await self._writes.commits.commit(change)
@@ -153,7 +158,12 @@ class Returns:
             record = self._store.owned(*name)
             rotted = record is not None and record.inline is None and not record.complete
             return rotted and kept.note.seq == version
-        return self._store.owners.of_key(*name) is not None
+        owner = self._store.owners.of_key(*name)
+        if owner is None:
+            return False
+        record = self._store.lookup(*name)  # of a bucket that is owed astray there, any key may be on the volume
+        here = record is not None and (record.complete or record.inline is not None)
+        return not here or self._store.owners.home(*name) == owner.volume_id
 
     def _change(self, call: KeepCopy, *, local: bool) -> Change | None:
         """What makes it so; None if nothing is to be done for a delete."""
@@ -177,18 +187,17 @@ class Returns:
             if second is None or self._asked.get((name, version), 0.0) > now_s:
                 continue
             self._asked[name, version] = now_s + AGAIN_S
-            try:
-                if await self._get(agreed, name, version, second):
-                    log.warning("%s/%s was lost here, and came back from node %s", *name, second)
-            except ForebayError as error:
-                log.warning("%s/%s is lost here, and does not come back yet: %s", *name, error.message)
+            if await self._came(agreed, name, version, second):
+                log.warning("%s/%s was lost here, and came back from node %s", *name, second)
+            elif self._seat.agreed is not agreed or second not in self._seat.alive:
+                return
 
     async def volumes(self, agreed: Map, buckets: list[str]) -> None:
         """Do without volumes that have been missing for long, once all that they owed in these buckets is back. If this
         node was deposed, it is with others. What goes wrong with that is logged, and tried again."""
         for known in self._lost_volumes(agreed, buckets):
             try:
-                await self.give_up(VolumeNamed(known.volume_id), by_itself=True)
+                await self.give_up(VolumeNamed(known.volume_id))
             except ForebayError as error:
                 self._due_s[known.volume_id] = self._clock.monotonic_s() + VOLUME_AGAIN_S
                 log.warning("what volume %s owed does not come back yet: %s", known.volume_id, error.message)
@@ -217,22 +226,26 @@ class Returns:
             for each in missing.values()
             if now_s >= self._due_s[each.volume_id]
             and agreed.covered == agreed.held
+            and each.path not in self._store.roomless  # it is opened when there is room
             and twice.issuperset((*each.buckets, *each.astray))
         ]
 
-    async def give_up(self, named: VolumeNamed, *, by_itself: bool = False) -> VolumeState:
-        """Get back what other nodes keep of a volume that is not here, then give it up. `Unavailable` if one of them
-        cannot be asked, or (`by_itself`) has not all that it keeps."""
-        came_back = 0
-        agreed = self._seat.agreed
-        if agreed is None or self._node_id not in agreed.deposed:  # else others have taken over all there was
-            known = self._owing(named.name)
-            if known is not None:
-                if agreed is None:
-                    raise Unavailable("this node does not know the cluster's map: try again", retry_after_s=1.0)
-                came_back, left = await self._bring_back(agreed, known)
-                if left and by_itself:
-                    raise Unavailable(f"of {left} objects no whole copy was found: see `forebay volume owed`")
+    async def give_up(self, named: VolumeNamed) -> VolumeState:
+        """Get back what other nodes keep of a volume that is not here, then give it up. `Unavailable` if that cannot be
+        all, unless it is forced: a node cannot be asked, has no whole copy of what it should, or had not been told
+        everything when the volume went."""
+        came_back, agreed, known = 0, self._seat.agreed, self._owing(named.name)
+        is_deposed = agreed is not None and self._node_id in agreed.deposed  # others have taken over all there was
+        if known is not None:
+            if not named.force and agreed is None:
+                raise Unavailable("this node does not know the cluster's map: try again, or --force")
+            if not named.force and agreed is not None and agreed.covered != agreed.held:
+                raise Unavailable(
+                    f"not all that volume {known.volume_id} owed was on other nodes when the holders changed: bring it "
+                    "back, or --force to lose what was not"
+                )
+            if agreed is not None and not is_deposed:
+                came_back = await self._bring_back(agreed, known, named.force)
         return await self._volumes.give_up(named, came_back)
 
     def _owing(self, name: str) -> KnownVolume | None:
@@ -241,20 +254,56 @@ class Returns:
         found = (each for bucket in twice for each in self._store.owners.of_bucket(bucket))
         return next((each for each in found if name in (each.volume_id, each.path)), None)
 
-    async def _bring_back(self, agreed: Map, known: KnownVolume) -> tuple[int, int]:
-        """How many objects and deletes came back, and of how many there is no whole copy any more."""
+    async def _bring_back(self, agreed: Map, known: KnownVolume, force: bool) -> int:
+        """How many objects and deletes came back."""
         came_back = left = 0
-        buckets = [each.name for each in self._buckets.all() if each.is_kept_twice and known.owes_in(each.name)]
-        for bucket in buckets:
-            newest: dict[str, tuple[int, str]] = {}
-            for node in sorted(agreed.holders.keys() - {self._node_id}):
-                for key, version in await self._listed(agreed, node, bucket):
-                    newest[key] = max(newest.get(key, (0, "")), (version, node))
-            wanted = [(key, *found) for key, found in sorted(newest.items()) if self._lacks((bucket, key), found[0])]
+        for bucket in [each.name for each in self._buckets.all() if each.is_kept_twice and known.owes_in(each.name)]:
+            wanted = await self._wanted(agreed, bucket, force)
             log.warning("%d objects and deletes of %s come back from other nodes", len(wanted), bucket)
-            got = await _some_at_once(self._get(agreed, (bucket, key), version, node) for key, version, node in wanted)
+            todo = iter(wanted)
+
+            async def get_some(bucket: str = bucket, todo: Iterator[tuple[str, int, str]] = todo) -> list[bool]:
+                return [await self._came(agreed, (bucket, key), version, node) for key, version, node in todo]
+
+            got = [each for some in await asyncio.gather(*(get_some() for _ in range(AT_ONCE))) for each in some]
             came_back, left = came_back + sum(got), left + len(got) - sum(got)
-        return came_back, left
+        now = self._seat.agreed
+        if not force and (left or now is None or now.held != agreed.held):
+            raise Unavailable(
+                f"{came_back} objects came back, and {left} did not (the log says why): try again, bring the volume "
+                "back, or --force to lose them"
+            )
+        return came_back
+
+    async def _wanted(self, agreed: Map, bucket: str, force: bool) -> list[tuple[str, int, str]]:
+        """Keys that are to come back, their versions, and from which node. While lists are not compared, a former
+        second may keep what was deleted since: then only the second counts."""
+        newest: dict[str, tuple[int, str]] = {}
+        for node in sorted(agreed.holders.keys() - {self._node_id}):
+            try:
+                listed = await self._listed(agreed, node, bucket)
+            except ForebayError as error:
+                if not force:
+                    raise
+                log.warning("what node %s keeps of %s does not come back: %s", node, bucket, error.message)
+                continue
+            for key, version in listed:
+                newest[key] = max(newest.get(key, (0, "")), (version, node))
+        wanted = []
+        for number, (key, (version, node)) in enumerate(sorted(newest.items())):
+            if number % LOOKED_AT == 0:
+                await asyncio.sleep(0)
+            counts = agreed.covered == agreed.held or agreed.second(self._node_id, bucket, key) == node
+            if counts and self._lacks((bucket, key), version):
+                wanted.append((key, version, node))
+        return wanted
+
+    async def _came(self, agreed: Map, name: Name, version: int, node: str) -> bool:
+        try:
+            return await self._get(agreed, name, version, node)
+        except ForebayError as error:
+            log.warning("%s/%s does not come back from node %s: %s", *name, node, error.message)
+            return False
 
     async def _listed(self, agreed: Map, node: str, bucket: str) -> list[tuple[str, int]]:
         found: list[tuple[str, int]] = []
@@ -269,21 +318,9 @@ class Returns:
     async def _get(self, agreed: Map, name: Name, version: int, node: str) -> bool:
         """Have a node send back what it keeps of a key. False if it has not got that."""
         call = SendBack(*name, self._node_id, agreed.held, version)
-        if (await self._peers().ask_copies(self._home_of(node), call)).missing:
-            return False
-        self._came_back(node)
-        return True
-
-
-async def _some_at_once(works: Iterable[Awaitable[bool]]) -> list[bool]:
-    """The results; the first error, when those under way have ended."""
-    todo = iter(works)
-
-    async def one_after_another() -> list[bool]:
-        return [await work for work in todo]
-
-    ended = await asyncio.gather(*(one_after_another() for _ in range(AT_ONCE)), return_exceptions=True)
-    for each in ended:
-        if isinstance(each, BaseException):
-            raise each
-    return [done for each in ended if not isinstance(each, BaseException) for done in each]
+        self._awaited.add((name, version))
+        try:
+            return not (await self._peers().ask_copies(self._home_of(node), call)).missing
+        finally:
+            self._awaited.discard((name, version))
+            self._came_back(node)
