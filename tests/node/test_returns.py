@@ -13,7 +13,7 @@ from bench import servers
 from tests.cli.conftest import Program
 from tests.node.conftest import NodeProcess, pattern
 from tests.node.test_cluster import cluster_of
-from tests.node.test_copies_kept import agreed, keep_nothing_once, kept, read, twice, until_covered
+from tests.node.test_copies_kept import agreed, keep_nothing_once, kept, kill, read, twice, until_covered
 from tests.node.test_homes import SOON, Cluster, client
 from tests.patience import until
 
@@ -54,8 +54,9 @@ class TwoDisks:
         until_covered(self.cluster)
 
     def lose(self, disk: int, until_done: Callable[[], None] = lambda: None) -> None:
-        """The node stands still until that is done, and comes back without one of its disks."""
-        self.node.stop()
+        """The node's machine fails until that is done, and comes back without one of its disks. Within its lease,
+        unless that takes longer: a node that says that it stops is taken over at once."""
+        kill(self.node)
         until_done()
         self.volumes[disk].rename(self.volumes[disk].with_name("lost"))
         self.volumes[disk].mkdir()
@@ -125,7 +126,7 @@ def test_a_volume_is_given_up_when_what_others_keep_of_it_is_back(
     time.sleep(1.5)  # as long as the other node waits before it does so by itself
     assert two.refused(), "nobody does it by itself here"
     said = until(lambda: given_up(program, missing["volume_id"]), "that all is known of the cluster")
-    assert "came back from other nodes" in said
+    assert "came back from other nodes, and nothing is lost" in said
     two.check()
     assert cluster_of(two.node)["active"]
 

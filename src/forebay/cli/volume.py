@@ -113,7 +113,7 @@ def give_up(
     if as_json:
         show.document(state)
     else:
-        print(f"volume {state.volume_id} was given up; {_gone(state)}")
+        print(f"volume {state.volume_id} was given up; {gone(state)}")
 
 
 def _whole(name: str) -> str:
@@ -131,10 +131,13 @@ def lost(volume: VolumeState) -> str:
     return f"{what}, in {', '.join(volume.owed_buckets)}{seen}"
 
 
-def _gone(volume: VolumeState) -> str:
-    if not volume.came_back:
+def gone(volume: VolumeState) -> str:
+    """What became of what a volume owed that was given up, in words."""
+    if not volume.came_back and volume.lost_buckets == volume.owed_buckets:
         return f"lost: {lost(volume)}"
-    return f"it owed {lost(volume)}: of all that, {volume.came_back} came back from other nodes"
+    back = f"{volume.came_back} came back from other nodes" if volume.came_back else "other nodes have it"
+    rest = f"lost is what only it had in {', '.join(volume.lost_buckets)}" if volume.lost_buckets else "nothing is lost"
+    return f"it owed {lost(volume)}: {back}, and {rest}"
 
 
 def _owed(volume: VolumeState) -> tuple[str, str]:

@@ -90,8 +90,8 @@ class VolumeState(msgspec.Struct, frozen=True):
     """A volume as the node shows it. `state`: ok; full (reads pass it by until eviction catches up); stalled
     (its disk does not answer: passed by until it does); failing or out (taken out, `reason` says why); or what `judge`
     calls one that is not in use. What it owned or owed at `owed_s` (Unix time) is in no backend; `change` says what to
-    do about a volume that is not in use. `came_back`: when it is given up, the objects and deletes that other nodes
-    kept of it, and sent back."""
+    do about a volume that is not in use. When it is given up, `came_back` are the objects and deletes that other
+    nodes kept of it and sent back since this node started, and `lost_buckets` those of which something may be lost."""
 
     volume_id: str
     path: str
@@ -106,6 +106,7 @@ class VolumeState(msgspec.Struct, frozen=True):
     owed_s: float = 0.0
     change: str = ""
     came_back: int = 0
+    lost_buckets: list[str] = []
 
 
 class LostObject(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -70,7 +70,7 @@ class Volumes(Protocol):
 
     def missing(self, bucket: str) -> list[str]: ...
 
-    async def give_up(self, named: VolumeNamed, came_back: int = 0) -> VolumeState: ...
+    async def give_up(self, named: VolumeNamed, came_back: int = 0, elsewhere: Collection[str] = ()) -> VolumeState: ...
 
 
 class _Copy(NamedTuple):

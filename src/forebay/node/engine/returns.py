@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 import msgspec
@@ -85,7 +85,7 @@ class ToPeers(Protocol):
 class Volumes(Protocol):
     """`node/engine/volumes.py`."""
 
-    async def give_up(self, named: VolumeNamed, came_back: int = 0) -> VolumeState: ...
+    async def give_up(self, named: VolumeNamed, came_back: int = 0, elsewhere: Collection[str] = ()) -> VolumeState: ...
 
 
 class Returns:
@@ -114,6 +114,7 @@ class Returns:
         self._lost_after_s = lost_after_s
         self._awaited: set[tuple[Name, int]] = set()  # what a node was asked for, and has not answered
         self._asked: dict[tuple[Name, int], float] = {}  # when an object may be asked for again
+        self._back: dict[str, int] = {}  # how much of a missing volume came back
         self._due_s: dict[str, float] = {}  # when a missing volume's objects are to come back
         kept.takes_back, kept.sends_back = self._take, self._send
 
@@ -234,7 +235,8 @@ class Returns:
         """Get back what other nodes keep of a volume that is not here, then give it up. `Unavailable` if that cannot be
         all, unless it is forced: a node cannot be asked, has no whole copy of what it should, or had not been told
         everything when the volume went."""
-        came_back, agreed, known = 0, self._seat.agreed, self._owing(named.name)
+        came_back, elsewhere = 0, set[str]()
+        agreed, known = self._seat.agreed, self._owing(named.name)
         is_deposed = agreed is not None and self._node_id in agreed.deposed  # others have taken over all there was
         if known is not None:
             if not named.force and agreed is None:
@@ -244,9 +246,10 @@ class Returns:
                     f"not all that volume {known.volume_id} owed was on other nodes when the holders changed: bring it "
                     "back, or --force to lose what was not"
                 )
-            if agreed is not None and not is_deposed:
-                came_back = await self._bring_back(agreed, known, named.force)
-        return await self._volumes.give_up(named, came_back)
+            if is_deposed or (agreed is not None and await self._bring_back(agreed, known, named.force)):
+                elsewhere = {bucket.name for bucket in self._buckets.all() if bucket.is_kept_twice}
+            came_back = self._back.get(known.volume_id, 0)
+        return await self._volumes.give_up(named, came_back, elsewhere)
 
     def _owing(self, name: str) -> KnownVolume | None:
         """The missing volume of that id or path, if it owes something that is kept twice."""
@@ -254,11 +257,11 @@ class Returns:
         found = (each for bucket in twice for each in self._store.owners.of_bucket(bucket))
         return next((each for each in found if name in (each.volume_id, each.path)), None)
 
-    async def _bring_back(self, agreed: Map, known: KnownVolume, force: bool) -> int:
-        """How many objects and deletes came back."""
-        came_back = left = 0
+    async def _bring_back(self, agreed: Map, known: KnownVolume, force: bool) -> bool:
+        """Whether all came back that other nodes keep of it, and that was all it owed in these buckets."""
+        left = 0
         for bucket in [each.name for each in self._buckets.all() if each.is_kept_twice and known.owes_in(each.name)]:
-            wanted = await self._wanted(agreed, bucket, force)
+            wanted, unasked = await self._wanted(agreed, bucket, force)
             log.warning("%d objects and deletes of %s come back from other nodes", len(wanted), bucket)
             todo = iter(wanted)
 
@@ -266,25 +269,29 @@ class Returns:
                 return [await self._came(agreed, (bucket, key), version, node) for key, version, node in todo]
 
             got = [each for some in await asyncio.gather(*(get_some() for _ in range(AT_ONCE))) for each in some]
-            came_back, left = came_back + sum(got), left + len(got) - sum(got)
+            self._back[known.volume_id] = self._back.get(known.volume_id, 0) + sum(got)
+            left += len(got) - sum(got) + unasked
         now = self._seat.agreed
-        if not force and (left or now is None or now.held != agreed.held):
+        is_all = not left and agreed.covered == agreed.held and now is not None and now.held == agreed.held
+        if not force and not is_all:
             raise Unavailable(
-                f"{came_back} objects came back, and {left} did not (the log says why): try again, bring the volume "
-                "back, or --force to lose them"
+                f"{self._back.get(known.volume_id, 0)} objects came back, and {left} did not (the log says why): try "
+                "again, bring the volume back, or --force to lose them"
             )
-        return came_back
+        return is_all
 
-    async def _wanted(self, agreed: Map, bucket: str, force: bool) -> list[tuple[str, int, str]]:
-        """Keys that are to come back, their versions, and from which node. While lists are not compared, a former
-        second may keep what was deleted since: then only the second counts."""
+    async def _wanted(self, agreed: Map, bucket: str, force: bool) -> tuple[list[tuple[str, int, str]], int]:
+        """Keys that are to come back, their versions, and from which node; and how many nodes did not say. While
+        lists are not compared, a former second may keep what was deleted since: then only the second counts."""
         newest: dict[str, tuple[int, str]] = {}
+        unasked = 0
         for node in sorted(agreed.holders.keys() - {self._node_id}):
             try:
                 listed = await self._listed(agreed, node, bucket)
             except ForebayError as error:
                 if not force:
                     raise
+                unasked += 1
                 log.warning("what node %s keeps of %s does not come back: %s", node, bucket, error.message)
                 continue
             for key, version in listed:
@@ -296,7 +303,7 @@ class Returns:
             counts = agreed.covered == agreed.held or agreed.second(self._node_id, bucket, key) == node
             if counts and self._lacks((bucket, key), version):
                 wanted.append((key, version, node))
-        return wanted
+        return wanted, unasked
 
     async def _came(self, agreed: Map, name: Name, version: int, node: str) -> bool:
         try:

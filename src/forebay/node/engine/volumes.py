@@ -10,12 +10,13 @@ Invariant. A volume that owes something stays in the list until it is given up.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from forebay.core.errors import NotFound
 from forebay.core.messages.calls import VolumeNamed
+from forebay.core.messages.copied import whose_copies
 from forebay.core.metrics import series
 from forebay.core.volumes import KnownVolume, VolumeState
 from forebay.node.engine.flush.flusher import Flusher
@@ -95,9 +96,9 @@ class Volumes:
         log.warning("a volume at %s was ordered: the next start makes it", named.name)
         return VolumeState("", named.name, "new", reason="ordered", change="restart the node to use it")
 
-    async def give_up(self, named: VolumeNamed, came_back: int = 0) -> VolumeState:
-        """Forget a volume that is not in use, and what it owed, of which so many came back from other nodes. Returns
-        its last state."""
+    async def give_up(self, named: VolumeNamed, came_back: int = 0, elsewhere: Collection[str] = ()) -> VolumeState:
+        """Forget a volume that is not in use, and what it owed. Of that so many objects came back from other nodes, and
+        of the buckets `elsewhere` nothing is lost. Returns its last state."""
         before = self._known.memory.find(named.name)
         if before is None:
             raise NotFound(f"the node knows no volume {named.name}: `forebay volume ls` lists those it knows")
@@ -114,17 +115,21 @@ class Volumes:
         given = await self._known.give_up(named.name, self._store)
         for bucket, key in lost:
             self._flusher.forget(bucket, key)
+        # What is kept for other nodes is theirs: they have it, and send it again.
+        lost_buckets = [each for each in _buckets(given) if each not in elsewhere and not whose_copies(each)]
         log.warning(
-            "volume %s at %s was given up: it owed %d objects with %d bytes of %s; %d objects and deletes came back",
+            "volume %s at %s was given up: it owed %d objects with %d bytes of %s; %d objects and deletes came back; "
+            "lost is what only it had of %s",
             given.volume_id,
             given.path,
             given.owed_objects,
             given.owed_bytes,
             ", ".join(_buckets(given)) or "no bucket",
             came_back,
+            ", ".join(lost_buckets) or "no bucket",
         )
         state = state or _absent(given.volume_id, given.path, "missing", "", "", given)
-        return msgspec.structs.replace(state, came_back=came_back)
+        return msgspec.structs.replace(state, came_back=came_back, lost_buckets=lost_buckets)
 
     def _is_here(self, bucket: str, key: str) -> bool:
         """Whether a volume in use owes something of the key."""
