@@ -14,7 +14,7 @@ OWED = VolumeState("v1", "/disk", "missing", owed_buckets=["once", "twice"], owe
 @pytest.mark.parametrize(
     ("came_back", "lost_buckets", "says"),
     [
-        (0, ["once", "twice"], "lost: 2 objects with 1 MiB, and perhaps deletes, in once, twice"),
+        (0, ["once", "twice"], "lost: 2 objects with 1.0 MiB, and perhaps deletes, in once, twice"),
         (2, [], "2 came back from other nodes, and nothing is lost"),
         (0, [], "other nodes have it, and nothing is lost"),
         (1, ["once"], "1 came back from other nodes, and lost is what only it had in once"),
