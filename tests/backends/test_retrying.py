@@ -32,7 +32,9 @@ DATA = os.urandom(5_000_000)
 class Stack:
     """Memory, disturbed, counted and retried, on a clock that sleeping moves."""
 
-    def __init__(self, *script: Fault, plan: FaultPlan | None = None, policy: RetryPolicy | None = None) -> None:
+    def __init__(
+        self, *script: Fault, plan: FaultPlan | None = None, policy: RetryPolicy | None = None, once: bool = False
+    ) -> None:
         self.now_s = 0.0
         self.slept: list[float] = []
         self.memory = MemoryBackend()
@@ -40,7 +42,7 @@ class Stack:
         self.faulty = Faulty(self.memory, plan, script=list(script), clock=self, sleep=self._sleep)
         self.counters = BackendCounters()
         counting = Counting(self.faulty, self.counters, SystemClock())
-        self.top = Retrying(counting, self, Seeded(1), self.counters, policy or RetryPolicy(), self._sleep)
+        self.top = Retrying(counting, self, Seeded(1), self.counters, policy or RetryPolicy(), self._sleep, once=once)
 
     def wall_s(self) -> float:
         return self.now_s
@@ -296,6 +298,33 @@ def test_a_conditional_write_knows_its_own_lost_attempt() -> None:
         await stack.top.delete("fresh", expect=again.version)
         with pytest.raises(NotFound):
             await stack.top.head("fresh")
+
+    run(story())
+
+
+def test_another_node_is_not_asked_twice_for_what_it_may_have_done() -> None:
+    """A deletion that happened twice would take what somebody else was told in between."""
+    stack = Stack(once=True)
+
+    async def story() -> None:
+        body, upload = some(b"body"), await stack.top.begin_upload("large")
+        token = await stack.top.put_part("large", upload, 1, body)
+        for verb, write in {
+            "delete": lambda: stack.top.delete("data"),
+            "put": lambda: stack.top.put("fresh", some(b"no MD5")._replace(md5="")),
+            "copy": lambda: stack.top.copy("fresh", "again"),
+            "complete_upload": lambda: stack.top.complete_upload("large", upload, [(1, token)], expect=""),
+        }.items():
+            before = stack.counters.requests[verb]
+            stack.faulty.script.append(Lose())
+            with pytest.raises(Unavailable):
+                await write()
+            assert stack.counters.requests[verb] == before + 1
+            stack.faulty.script.append(Fail(Busy("not now")))
+            stack.faulty.script.append(Fail(Unavailable("no answer")))
+            with pytest.raises(Unavailable):
+                await write()
+            assert stack.counters.requests[verb] == before + 3, "what certainly did nothing is asked again"
 
     run(story())
 

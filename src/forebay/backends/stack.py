@@ -41,7 +41,7 @@ def open_node(
     """Another node of the cluster as the backend of `bucket`, ready to use; `peer` says by which map it is asked, and
     `while_alive` ends what it does not answer before its lease has ended."""
     asked = AnotherNode(locate(bucket, clock, node, peer=peer), counters, clock, while_alive)
-    return Retrying(asked, clock, chance, counters, NODE_POLICY)
+    return Retrying(asked, clock, chance, counters, NODE_POLICY, once=True)
 
 
 def open_backend(

@@ -41,7 +41,7 @@ from forebay.core.cluster.membership import (
     Write,
 )
 from forebay.core.cluster.mirror import Mirror
-from forebay.core.cluster.records import NODES, PREFIX, TWICE, NodeRecord, Wanted
+from forebay.core.cluster.records import NODES, PREFIX, TWICE, NodeRecord, Wanted, wanted_record
 from forebay.core.errors import ForebayError, NotFound
 from forebay.sim.agreed import Agreed
 
@@ -418,7 +418,7 @@ class Cluster:
     def _want(self, node: str, wanted: Wanted) -> None:
         entry = self._agreed.entries.get(NODES + node)
         if entry is not None:
-            self._agreed.transact({entry.key: membership.wanted(entry.value, wanted)}, {entry.key: entry.revision})
+            self._agreed.transact({entry.key: wanted_record(entry.value, wanted)}, {entry.key: entry.revision})
             self._tell("operator", f"wants {node} {wanted}")
 
     # --- the end -----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from forebay.core.cluster import membership
-from forebay.core.cluster.membership import Covered, Released
+from forebay.core.cluster.membership import Covered, Lost, Released
 from forebay.core.cluster.records import Map
 from forebay.core.cluster.replication import Copy, Kept, Name, Sent
 from forebay.sim.cluster import QUIET_S, TROUBLE_S, WORLD_S, Cluster, Process
@@ -33,6 +33,7 @@ NAMES: tuple[Name, ...] = tuple((BUCKET, f"key-{number}") for number in range(8)
 GONE = "gone-"  # how the label of a deletion begins
 SENDINGS_MAX = 6
 AGAIN_S = 0.4
+SPARED_S, RENEWED_S, APART_S = 3.0, 2.0, 15.0
 LAST_WRITES_S = TROUBLE_S + QUIET_S - 25.0
 
 
@@ -82,10 +83,12 @@ class Copies(Cluster):
     """One world; `run` is its story. It raises what it finds."""
 
     _clears_first = True  # a copy, before it forgets what it owed
+    _says_lost = True  # that its copies are gone
 
     def __init__(self, seed: int, echo: Callable[[str], object] | None = None) -> None:
         super().__init__(seed, echo)
-        self.taken_over = self.labels = 0
+        self.taken_over = self.labels = self.lost = 0
+        self._spared_until_s = 0.0
         self._owes.clear()
         self._names = self._names[: self.chance.choice([2, 3, 4, 5])]
         self._disks = {name: Disk() for name in self._names}
@@ -94,6 +97,10 @@ class Copies(Cluster):
         self._calls: dict[Name, list[Call]] = {name: [] for name in NAMES}
         self._cut_pairs: set[tuple[str, str]] = set()
         self._ever: set[str] = set()  # labels that any node had
+
+    def run(self) -> None:
+        self._at(10.0, self._lose_copies)
+        super().run()
 
     # --- processes ---------------------------------------------------------------------------------------------------
     def _start(self, node: str, *, twin: bool = False) -> Process:
@@ -117,11 +124,11 @@ class Copies(Cluster):
             self._take(process, name)
         astray = [name for name in (*ledgers.disk.owed, *ledgers.locked) if agreed.holder(*name) != process.node]
         deposed = process.node in agreed.deposed
-        if not astray and not (deposed and (ledgers.disk.owed or ledgers.disk.copies or agreed.covered != agreed.held)):
+        if not astray and not (deposed and (ledgers.disk.owed or ledgers.disk.copies or not agreed.is_covered)):
             self._step(process, Released(agreed.epoch))
         self._compare(process, agreed)
         if ledgers.sent.covered(agreed, process.membership.alive) and not ledgers.kept.taken_over(agreed):
-            self._step(process, Covered(agreed.held))
+            self._step(process, Covered(agreed.due))
         if ledgers.disk.owed and self.chance.random() < (0.5 if astray or not self._stormy else 0.03):
             self._flush(process, self.chance.choice(sorted(ledgers.disk.owed)))
 
@@ -135,7 +142,7 @@ class Copies(Cluster):
     def _forget(self, process: Process, agreed: Map) -> None:
         """A node that was taken over has nothing of worth, once the others have it twice."""
         ledgers = self._of(process)
-        if process.node in agreed.deposed and agreed.covered == agreed.held and not ledgers.locked:
+        if process.node in agreed.deposed and agreed.is_covered and not ledgers.locked:
             if ledgers.disk.owed or ledgers.disk.copies:
                 self._tell(process.incarnation, f"forgets {len(ledgers.disk.owed)} keys")
             ledgers.disk.owed.clear()
@@ -483,6 +490,8 @@ class Copies(Cluster):
         if not self._stormy:
             return
         self._at(self.chance.expovariate(0.18), self._trouble)
+        if self.now_s < self._spared_until_s:
+            return
         process = self._living[self.chance.choice(self._names)]
         trouble = self.chance.choice(
             [self._pause, self._pause, self._crash, self._crash, self._cut, self._stand_still, self._cut_pair]
@@ -492,12 +501,46 @@ class Copies(Cluster):
         else:
             trouble(process)
 
+    def _lost(self) -> bool:
+        return self.now_s >= self._spared_until_s and super()._lost()
+
+    def _delay_s(self) -> float:
+        return super()._delay_s() if self.now_s >= self._spared_until_s else 0.01
+
     def _cut_pair(self, process: Process) -> None:
         """One hears nothing of another any more, and both talk to the store."""
         pair = self.chance.choice([name for name in self._names if name != process.node]), process.node
         self._cut_pairs.add(pair)
         self._tell(pair[0], f"is not heard by {pair[1]}")
         self._at(self.chance.choice([2.0, 10.0]), lambda: self._cut_pairs.discard(pair))
+
+    def _lose_copies(self) -> None:
+        """A disk fails on which copies were, while its node runs. What is the node's own is on another disk, and for
+        as long as it takes to say so nothing else fails: more at once loses what lay on two nodes."""
+        if not self._stormy:
+            return
+        self._at(1.0, self._lose_copies)
+        process = self._living[self.chance.choice(self._names)]
+        ledgers, agreed = self._of(process), process.membership.map
+        if agreed is None or not agreed.is_covered or agreed.deposed or self.now_s < self._store_until_s:
+            return
+        if self.now_s < self._spared_until_s + APART_S or not ledgers.disk.copies:
+            return
+        for other in self._living.values():
+            clock_s = other.clock_s(self.now_s)
+            if other.dead or other.mute or other.deaf or other.awkward or other.membership.map != agreed:
+                return
+            if other.paused_until_s > self.now_s or other.membership.acts_until_s(clock_s) < clock_s + RENEWED_S:
+                return
+        self._spared_until_s = self.now_s + SPARED_S
+        lost = list(ledgers.disk.copies)
+        self._tell(process.incarnation, f"loses {len(lost)} copies")
+        for name in lost:
+            del ledgers.disk.copies[name]
+        ledgers.kept.forget(lost)
+        self.lost += len(lost)
+        if self._says_lost:
+            self._step(process, Lost())
 
     def _calm(self) -> None:
         super()._calm()
@@ -509,7 +552,7 @@ class Copies(Cluster):
         assert sorted(agreed.holders) == self._names, (
             f"{sorted(agreed.holders)} hold keys, {agreed.deposed} are deposed"
         )
-        assert agreed.covered == agreed.held, "not all is covered"
+        assert agreed.is_covered, "not all is covered"
         for node, disk in self._disks.items():
             assert not disk.owed, f"{node} owes {sorted(disk.owed)}"
             assert not disk.copies, f"{node} has copies left over of {sorted(disk.copies)}"

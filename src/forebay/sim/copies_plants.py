@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from forebay.core.cluster.membership import Membership
-from forebay.core.cluster.records import Map
-from forebay.core.cluster.replication import Copy, Kept, Name, Sent
+from forebay.core.cluster.records import Map, Presence
+from forebay.core.cluster.replication import Copy, Kept, Mark, Name, Sent
 from forebay.sim.copies import Copies
 from forebay.sim.doors import Patch
 from forebay.sim.plants import Plants
@@ -138,6 +138,21 @@ def _lease() -> list[Patch]:
     return [(Membership, "member", member)]
 
 
+def _unsaid() -> list[Patch]:
+    """Who has lost copies says nothing."""
+    return [(Copies, "_says_lost", False)]
+
+
+def _relook() -> list[Patch]:
+    """Nobody compares lists again with who has lost copies."""
+    real = Sent.mark
+
+    def mark(self: Sent, agreed: Map, alive: Mapping[str, Presence], node: str) -> Mark:
+        return (*real(self, agreed, alive, node)[:3], 0)
+
+    return [(Sent, "mark", mark)]
+
+
 PLANTS: Plants = {
     "astray": _astray,
     "busy": _busy,
@@ -147,6 +162,8 @@ PLANTS: Plants = {
     "fence": _fence,
     "floors": _floors,
     "lease": _lease,
+    "relook": _relook,
     "replaced": _replaced,
     "taken": _taken,
+    "unsaid": _unsaid,
 }

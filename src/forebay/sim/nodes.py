@@ -628,8 +628,8 @@ class Nodes(World):
         wrong = []
         for engine in engines:
             agreed = engine.seat.agreed if engine.seat is not None else None
-            if agreed is not None and self.copies > 1 and (agreed.deposed or agreed.covered != agreed.held):
-                wrong.append(f"{agreed.deposed} are deposed, and covered is {agreed.covered} of {agreed.held}")
+            if agreed is not None and self.copies > 1 and (agreed.deposed or not agreed.is_covered):
+                wrong.append(f"{agreed.deposed} are deposed, and covered is {agreed.covered} of {agreed.due}")
             for name in [*self.places, *self.sources] if agreed is not None and self.copies > 1 else ():
                 record, second = engine.store.owned(*name), agreed.second(engine.node_id, *name) if agreed else None
                 if record is not None and second is not None:

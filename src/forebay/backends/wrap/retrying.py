@@ -6,10 +6,14 @@ of a large object costs one request and no byte twice. Progress renews the patie
 is slow, not broken. If the object has changed, the range is refused (`Precondition`): two versions are never glued.
 
 A write is repeated whole, with its body read again from the file. Nobody knows whether a write happened whose answer
-was lost. Without a condition that does not matter. With one, the second attempt would take the result of the first for
-somebody else's. So a refusal after an attempt that may have happened is `Unheard`, and `machines/sent_bodies.py`
-decides whether the object there is the one that was sent. An error of `Body.ready` is the caller's own and ends the
-write. Progress of a body that still grows renews the patience here too.
+was lost. Without a condition it is simply made again, as any client of a bucket service does. With one, the second
+attempt would take the result of the first for somebody else's. So a refusal after an attempt that may have happened is
+`Unheard`, and `machines/sent_bodies.py` decides whether the object there is the one that was sent. An error of
+`Body.ready` is the caller's own and ends the write. Progress of a body that still grows renews the patience here too.
+
+*Another node* in a backend's place is asked to write `once`: a second attempt follows only what certainly did nothing.
+Else a deletion that happened twice would take what another client was told in between. The client that asked hears that
+nobody knows, and decides.
 
 Invariants. (1) Bytes leave in order, each once, all of one version. (2) A body without its last byte is broken,
 whatever the layers beneath say. (3) Nothing is retried after `aclose` or for a cancelled caller. (4) A write refused
@@ -19,6 +23,7 @@ with any error but `Unheard` or a bare `Unavailable` did not happen.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -113,11 +118,14 @@ class Retrying:
         counters: BackendCounters,
         policy: RetryPolicy = DEFAULT_POLICY,
         sleep: Sleep = asyncio.sleep,
+        *,
+        once: bool = False,
     ) -> None:
         self.scheme, self.read_only, self.part_bytes_min = inner.scheme, inner.read_only, inner.part_bytes_min
         self.inner = inner
         self._clock, self._chance, self._counters, self._policy, self._sleep = clock, chance, counters, policy, sleep
         self._budget = RetryBudget()
+        self._once = once
 
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> RetryingFetch:
         return RetryingFetch(self, key, await self._again(lambda: self.inner.fetch(key, range, version=version)))
@@ -170,11 +178,12 @@ class Retrying:
         return await self._again(lambda: self.inner.read_tags(key))
 
     async def write_tags(self, key: str, tags: str) -> None:
-        await self._again(lambda: self.inner.write_tags(key, tags))
+        await self._write(lambda: self.inner.write_tags(key, tags))
 
     async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
         attempts = _Attempts()
-        upload_id = await self._write(lambda: self.inner.begin_upload(key, headers=headers, tags=tags), attempts)
+        begin = functools.partial(self.inner.begin_upload, key, headers=headers, tags=tags)
+        upload_id = await self._write(begin, attempts, once=False)
         if attempts.lost:
             self._counters.uploads_left += 1
             log.warning("an upload of %s may stay at the backend: its id was in an answer that was lost", key)
@@ -222,9 +231,12 @@ class Retrying:
         self._counters.retries += 1
         await self._sleep(delay_s)
 
-    async def _write(self, call: Callable[[], Awaitable[ResultT]], attempts: _Attempts | None = None) -> ResultT:
+    async def _write(
+        self, call: Callable[[], Awaitable[ResultT]], attempts: _Attempts | None = None, *, once: bool = True
+    ) -> ResultT:
         """As `_again`, for what leaves something: `Unheard` for a refusal of which nobody knows what it refused."""
         attempts = attempts or _Attempts()
+        attempts.once = once and self._once
         try:
             return await self._again(call, attempts)
         except ForebayError as error:
@@ -243,6 +255,8 @@ class Retrying:
                 if attempts.over:
                     raise
                 attempts.lost |= not says_no(error)
+                if attempts.lost and attempts.once:
+                    raise
                 await self.wait(attempt, error, attempts.since_s)
             else:
                 self._budget.succeeded()
@@ -256,6 +270,7 @@ class _Attempts:
         self.since_s = 0.0  # when patience began
         self.lost = False  # an attempt failed in a way that does not say whether it happened
         self.over = False  # no attempt can help any more
+        self.once = False  # none follows one that may have happened
 
 
 class _Sending(_Attempts):

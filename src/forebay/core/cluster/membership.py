@@ -30,11 +30,11 @@ A node with local objects may never say so. So of more than PAST_MAX changes the
 nodes are asked about every key. A node that comes in holds once it said that it brings nothing; one that does not say
 so within HOLDS_AFTER_S goes to `past` with that, and is asked about every key.
 
-*Taking over.* A holder that is missing for MISSING_AFTER_S is taken over while `covered` is `held`: what it alone had
-is on the next in order of each key, who is the home by the next map. One at a time: then all must be covered again. It
-is `deposed`, acts on nothing, and holds again when it has forgotten its copies (`Released`) and all is covered. Until
-then nobody else comes or goes as a holder, but one that is given up: it would take along what it has not taken over. A
-node that keeps a bucket once (`NodeRecord.buckets`), or shall not be `replaced`, is waited for.
+*Taking over.* A holder that is missing for MISSING_AFTER_S is taken over while all is covered (`records.py`). What it
+alone had is on the next in order of each key, who is the home by the next map. One at a time: then all must be covered
+again. It is `deposed`, acts on nothing, and holds again when it has forgotten its copies (`Released`) and all is
+covered. Until then nobody else comes or goes as a holder, but one that is given up: it would take along what it has not
+taken over. A node that keeps a bucket once (`NodeRecord.buckets`), or shall not be `replaced`, is waited for.
 
 *Another release.* A node enters only if all others that are not gone speak a protocol next to its own (`strangers`).
 The check comes before its record says what it speaks, so it is the newcomer who stays out, and nobody who is in.
@@ -68,12 +68,13 @@ from forebay.core.cluster.records import (
     NODES,
     TWICE,
     UNREADABLE,
+    Loss,
     Map,
     NodeRecord,
     Past,
     Presence,
     State,
-    Wanted,
+    bounded,
     encoded,
     may_mix,
 )
@@ -85,7 +86,6 @@ JOIN_AFTER_S = 1.0  # nodes of one rack start within it, or cost a map each
 MISSING_AFTER_S = 0.5  # beyond the lease: a process that was started again meanwhile waits for its end, and is back
 CHANGES_MAX = 50  # nodes that one map takes in or out: each is a condition of the transaction
 HOLDS_AFTER_S = 10.0
-PAST_MAX = 8  # changes of holders that somebody still owes keys of
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -124,12 +124,16 @@ class Released(msgspec.Struct, frozen=True):
 
 
 class Covered(msgspec.Struct, frozen=True):
-    """With the holders since the map of this epoch, all that the node has alone lies on another too."""
+    """By this epoch (`Map.due`) all that the node has alone lies on another too."""
 
-    held: int
+    due: int
 
 
-Event = Told | Due | Answered | Settled | Owes | Released | Covered
+class Lost(msgspec.Struct, frozen=True):
+    """Copies that the node kept for others are gone."""
+
+
+Event = Told | Due | Answered | Settled | Owes | Released | Covered | Lost
 
 
 class Write(msgspec.Struct, frozen=True):
@@ -172,6 +176,7 @@ class Membership:
         self._again_s = float("-inf")
         self._out = False  # a transaction is
         self._asked_epoch = self._settled_epoch = self._released_epoch = self._covered_epoch = 0
+        self._lost = 0
         self._owes_bytes: int | None = None  # nobody has said yet
         self._came_or_went_s = float("-inf")
         self._missing_s: dict[str, float] = {}  # since when
@@ -253,8 +258,10 @@ class Membership:
                 self._owes_bytes = size_bytes
             case Released(epoch):
                 self._released_epoch = max(self._released_epoch, epoch)
-            case Covered(held):
-                self._covered_epoch = max(self._covered_epoch, held)
+            case Covered(due):
+                self._covered_epoch = max(self._covered_epoch, due)
+            case Lost():
+                self._lost += 1
             case Due():
                 pass
         return [*self._settle(), *self._write(now_s)]
@@ -323,12 +330,15 @@ class Membership:
             return None  # it went with the lease that it hung on, and the copy will say so
         if not self.map.active and present.epoch < self.map.epoch <= self._settled_epoch:
             return self._presence(self.map.epoch)
-        if present.released < self._released_epoch or present.covered < self._covered_epoch:
+        said = present.released, present.covered, present.lost
+        if said != (self._released_epoch, self._covered_epoch, self._lost):
             return self._presence(present.epoch)
         return self._farewell(self.map) or (self._next_map(now_s, self.map) if min(self.alive) == self.node else None)
 
     def _presence(self, epoch: int) -> Write:
-        presence = Presence(self.incarnation, epoch, self.hold.lease, self._released_epoch, self._covered_epoch)
+        presence = Presence(
+            self.incarnation, epoch, self.hold.lease, self._released_epoch, self._covered_epoch, self._lost
+        )
         return self._changed({ALIVE + self.node: presence}, lease=self.hold.lease)
 
     def _farewell(self, map: Map) -> Write | None:
@@ -364,32 +374,46 @@ class Membership:
             if len(reasons) >= 2 * CHANGES_MAX:
                 break
         past = tuple(each for each in map.past if not self._is_over(map, each))
-        covered = map.held if all(self._covered(node) >= map.held for node in map.holders) else map.covered
-        known = msgspec.structs.replace(map, covered=covered)
+        covered = min([map.due, *(self._covered(node) for node in map.holders)])
+        covered = covered if covered >= map.held else map.covered
+        lost = self._losses(map)
+        reasons |= {ALIVE + node for node, loss in lost.items() if loss.epoch > map.epoch}
+        known = msgspec.structs.replace(map, covered=max(covered, map.covered), lost=lost)
         holders = self._holders(now_s, known, owners, reasons)
         held, deposed = map.held, tuple(node for node in map.deposed if node in self.nodes and node not in holders)
-        if holders == map.holders and (lost := self._taken_over(now_s, known)):
-            holders = {node: weight for node, weight in holders.items() if node != lost}
-            held, deposed = map.epoch + 1, (*deposed, lost)  # the others keep what they had, so nobody is asked
-            reasons |= {NODES + lost, ALIVE + lost}
+        if holders == map.holders and (gone := self._taken_over(now_s, known)):
+            holders = {node: weight for node, weight in holders.items() if node != gone}
+            held, deposed = map.epoch + 1, (*deposed, gone)  # the others keep what they had, so nobody is asked
+            reasons |= {NODES + gone, ALIVE + gone}
         elif holders != map.holders:
             came = sorted(holders.keys() - map.holders.keys())
             newcomers = tuple(node for node in came if self._released(node) < map.epoch)
-            past, held = _bounded((*past, Past(map.epoch + 1, map.holders, newcomers))), map.epoch + 1
+            past, held = bounded((*past, Past(map.epoch + 1, map.holders, newcomers))), map.epoch + 1
         elif not reasons:
             changed = msgspec.structs.replace(known, past=past, deposed=deposed)
             return self._changed({MAP: changed}) if changed != map else None
         at_once = owners == map.owners  # whoever holds by a new map asks the others, who must know it too
-        changed = Map(map.epoch + 1, at_once, owners, map.owners, holders, past, held, covered, deposed)
+        changed = Map(
+            map.epoch + 1, at_once, owners, map.owners, holders, past, held, known.covered, deposed, known.lost
+        )
         return self._changed({MAP: changed}, also=tuple(sorted(reasons)))
+
+    def _losses(self, map: Map) -> dict[str, Loss]:
+        """Who lost copies, with what is said for the first time."""
+        lost = {node: loss for node, loss in map.lost.items() if node in self.nodes}
+        for node in map.holders.keys() & self.alive.keys():
+            said, known = self.alive[node], lost.get(node)
+            if said.lost and (known is None or (known.incarnation, known.lost) != (said.incarnation, said.lost)):
+                lost[node] = Loss(said.incarnation, said.lost, map.epoch + 1)
+        return lost
 
     def _taken_over(self, now_s: float, map: Map) -> str | None:
         """A holder that is missing, and of which others have all that it alone had."""
-        if not map.held or map.covered != map.held or len(map.holders) < 2:
+        if not map.held or not map.is_covered or len(map.holders) < 2:
             return None  # `held` is 0 in a map of a release without copies
         missing = [node for node in sorted(map.holders) if self._is_missing(now_s, node)]
         others = [node for node in map.holders if node not in missing]
-        if any(self._covered(node) < map.held for node in others):
+        if any(self._covered(node) < map.due for node in others):
             return None  # it came back without a disk, perhaps, on which the copies were: nobody compares then
         return next((node for node in missing if self._may_be_replaced(node)), None)
 
@@ -407,7 +431,7 @@ class Membership:
 
     def _holders(self, now_s: float, map: Map, owners: dict[str, float], reasons: set[str]) -> dict[str, float]:
         """Who holds what only nodes have under the next map. Why one leaves is added to `reasons`."""
-        if map.deposed and map.covered != map.held:  # copies are taken over: who went now would take them along
+        if map.deposed and not map.is_covered:  # copies are taken over: who went now would take them along
             gone = {node for node in map.holders if node not in self.nodes or self.nodes[node].wanted == "gone"}
             reasons |= {NODES + node for node in gone}
             return {node: weight for node, weight in map.holders.items() if node not in gone}
@@ -430,7 +454,7 @@ class Membership:
 
     def _has_forgotten(self, map: Map, node: str) -> bool:
         """Whether a deposed node has no old copies, and whoever took over has acted on it."""
-        return map.covered == map.held and self._released(node) >= map.held
+        return map.is_covered and self._released(node) >= map.held
 
     def _released(self, node: str) -> int:
         return self.alive.get(node, UNREADABLE).released
@@ -468,21 +492,6 @@ class Membership:
         assert self._settled_epoch <= self._asked_epoch
         assert set(self._missing_s) == set(self.nodes) - set(self.alive)
         assert self.map is None or self.map.epoch >= 1
-
-
-def wanted(record: bytes, wanted: Wanted) -> bytes:
-    """The entry of a node as it stands in the store, of which its operator now wants this."""
-    return encoded(msgspec.structs.replace(msgspec.json.decode(record, type=NodeRecord), wanted=wanted))
-
-
-def _bounded(past: tuple[Past, ...]) -> tuple[Past, ...]:
-    """At most PAST_MAX changes. Rejected: no further change meanwhile (a cluster whose nodes were all drained and taken
-    back several times, with local objects, was left without holders for ever)."""
-    while len(past) > PAST_MAX:
-        first, second, *rest = past
-        nodes = {*first.holders, *first.newcomers, *second.holders, *second.newcomers}
-        past = (Past(second.epoch, {}, tuple(sorted(nodes))), *rest)
-    return past
 
 
 def _keep(known: dict[str, T], node: str, value: T | None) -> None:

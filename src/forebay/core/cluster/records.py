@@ -18,8 +18,10 @@ leaves when it is drained, given up, or taken over. `past` says who may still ha
 before it acts.
 
 *Taken over.* What only nodes have lies on two of them (`replication.py`). `held` is the epoch of the last change of
-holders, `covered` the last for which every holder said that all of it does. While the two are equal a node that is
-missing may be taken over: it is `deposed`, and its copies are old until it has forgotten them.
+holders. A holder that finds that copies which it kept for others are gone says so, and that is an epoch of its own
+(`lost`). `covered` is the last epoch for which every holder said that all it has lies on two nodes. While it is `due`,
+the last of all these, a node that is missing may be taken over: it is `deposed`, and its copies are old until it has
+forgotten them.
 
 *Releases.* A node says in its record which PROTOCOL it speaks: what stands in these entries, and what nodes ask each
 other. Fields may be added with defaults at any time; the number grows when a node of the release before would do harm.
@@ -48,6 +50,7 @@ ALIVE = PREFIX + "alive/"
 
 TWICE = ", on two nodes"  # how a bucket's line in `NodeRecord.buckets` ends, if all that no backend has is kept twice
 PROTOCOL = 2  # 1: releases that did not say
+PAST_MAX = 8  # changes of holders that somebody still owes keys of
 
 Wanted = Literal["active", "draining", "maintenance", "gone"]
 State = Literal["joining", "active", "missing", "draining", "leaving", "maintenance", "gone"]
@@ -78,7 +81,8 @@ class Presence(msgspec.Struct, frozen=True):
     epoch: int
     lease: int
     released: int = 0  # by the map of this epoch it had nothing that is at home elsewhere
-    covered: int = 0  # with the holders since this epoch, all that it has alone lies on another node too
+    covered: int = 0  # by this epoch (`Map.due`) all that it has alone lies on another node too
+    lost: int = 0  # how often it found that copies which it kept for others are gone
 
 
 UNREADABLE = Presence("", 0, 0)  # of a process that lives, perhaps, and whose entry somebody overwrote
@@ -93,9 +97,28 @@ class Past(msgspec.Struct, frozen=True):
     newcomers: tuple[str, ...] = ()
 
 
+def bounded(past: tuple[Past, ...]) -> tuple[Past, ...]:
+    """At most PAST_MAX changes. Rejected: no further change meanwhile (a cluster whose nodes were all drained and taken
+    back several times, with local objects, was left without holders for ever)."""
+    while len(past) > PAST_MAX:
+        first, second, *rest = past
+        nodes = {*first.holders, *first.newcomers, *second.holders, *second.newcomers}
+        past = (Past(second.epoch, {}, tuple(sorted(nodes))), *rest)
+    return past
+
+
+class Loss(msgspec.Struct, frozen=True):
+    """The last time that a node said that copies are gone: which process, for the how-manieth time, since which epoch
+    the others have to look again."""
+
+    incarnation: str
+    lost: int
+    epoch: int
+
+
 class Map(msgspec.Struct, frozen=True, dict=True):
     """Who owns which keys: weights by node. `former`: before that. `holders`, `past`: the same of what only nodes
-    have. `held`, `covered`, `deposed`: see the module."""
+    have. `held`, `covered`, `deposed`, `lost`: see the module."""
 
     epoch: int
     active: bool
@@ -106,6 +129,21 @@ class Map(msgspec.Struct, frozen=True, dict=True):
     held: int = 0
     covered: int = 0
     deposed: tuple[str, ...] = ()
+    lost: dict[str, Loss] = {}
+
+    @property
+    def due(self) -> int:
+        """The epoch by which all has to lie on two nodes."""
+        return max([self.held, *(loss.epoch for loss in self.lost.values())])
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether all that only nodes have lies on two of them."""
+        return self.covered >= self.due
+
+    def losers(self) -> set[str]:
+        """Nodes whose copies were not all made again."""
+        return {node for node, loss in self.lost.items() if loss.epoch > self.covered}
 
     def actor(self, bucket: str, key: str) -> str | None:
         """Who may act on the key by this map: its home, unless the key is on its way to another."""
@@ -149,6 +187,11 @@ class Map(msgspec.Struct, frozen=True, dict=True):
 def encoded(value: NodeRecord | Presence | Map) -> bytes:
     """As it stands in the store: JSON, so that an operator can read it with etcdctl."""
     return msgspec.json.encode(value)
+
+
+def wanted_record(record: bytes, wanted: Wanted) -> bytes:
+    """The entry of a node as it stands in the store, of which its operator now wants this."""
+    return encoded(msgspec.structs.replace(msgspec.json.decode(record, type=NodeRecord), wanted=wanted))
 
 
 def _first(weights: dict[str, float], bucket: str, key: str, stripe: int = 0) -> str | None:

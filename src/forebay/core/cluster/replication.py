@@ -17,7 +17,8 @@ between, the actor flushes again. The other way round a copy could outlive its t
 *Late messages.* A number that was cleared, or lies below what was compared, is never kept again (`_floors`). They are
 forgotten when the holders change, since what was sent before that is refused for its `held`.
 
-*Comparing.* With each other holder, after each change of holders, each start of either, and each sending that failed,
+*Comparing.* With each other holder, after each change of holders, each start of either, each sending that failed, and
+when the other has lost copies (its disk failed; `Map.lost` says so to all),
 the actor goes through its list: what is not on it leaves, what is missing or of another version is sent. A copy of
 another version stays until then: the actor may be gone before it has sent the right one. Writes that are under way
 (`busy`) are left alone where they belong: they may be kept and not committed yet, and what was compared counts when
@@ -33,7 +34,7 @@ fence (each join of a node that holds nothing would send everything anew).
 The names of what is kept are in order, by actor: 10^6 copies are looked through in pieces (2,000 names: 1 ms), and who
 has nothing to do with them does not look at them.
 
-Invariants. (1) While `Map.covered` is `Map.held`, for each key that the actor owes or alone has, its second keeps the
+Invariants. (1) While `Map.is_covered`, for each key that the actor owes or alone has, its second keeps the
 same version, or one that is being written. (2) A copy is never of a version that the actor has let go of. (3) What is
 refused once for its number is refused for ever.
 """
@@ -48,7 +49,7 @@ from typing import NamedTuple
 from forebay.core.cluster.records import Map, Presence
 
 Name = tuple[str, str]
-Mark = tuple[int, str, int]
+Mark = tuple[int, str, int, int]
 FLOORS_MAX = 65_536  # numbers of cleared copies; beyond, all lower numbers of the actor count as cleared
 
 
@@ -230,8 +231,11 @@ class Sent:
         self._failures[second] = self._failures.get(second, 0) + 1
 
     def mark(self, agreed: Map, alive: Mapping[str, Presence], node: str) -> Mark:
-        """By which holders, with which process, and after how many failures a node that lives is compared."""
-        return agreed.held, alive[node].incarnation, self._failures.get(node, 0)
+        """By which holders, with which process, after how many failures, and after which loss there (its epoch) a node
+        that lives is compared."""
+        loss = agreed.lost.get(node)
+        since = loss.epoch if loss is not None else 0
+        return agreed.held, alive[node].incarnation, self._failures.get(node, 0), since
 
     def to_compare(self, agreed: Map, alive: Mapping[str, Presence]) -> str | None:
         """The next node to compare lists with."""

@@ -38,6 +38,7 @@ from forebay.core.cluster.membership import (
     Covered,
     Due,
     Event,
+    Lost,
     Membership,
     Owes,
     Released,
@@ -46,8 +47,18 @@ from forebay.core.cluster.membership import (
     Told,
     Write,
 )
-from forebay.core.cluster.membership import wanted as wanted_record
-from forebay.core.cluster.records import ID, NODES, PREFIX, PROTOCOL, TWICE, UNREADABLE, Map, NodeRecord, Presence
+from forebay.core.cluster.records import (
+    ID,
+    NODES,
+    PREFIX,
+    PROTOCOL,
+    TWICE,
+    UNREADABLE,
+    Map,
+    NodeRecord,
+    Presence,
+    wanted_record,
+)
 from forebay.core.errors import Exists, ForebayError, Invalid, NotFound, Precondition, Unavailable
 from forebay.core.messages.node_state import ClusterNode, ClusterState, MapNode, NodeMap, Wish
 from forebay.core.metrics import series
@@ -247,9 +258,13 @@ class Seat:
         """By the map of this epoch the node has nothing that is at home elsewhere."""
         self._step(Released(epoch))
 
-    def covered(self, held: int) -> None:
-        """With the holders since the map of this epoch, all that the node has alone lies on another too."""
-        self._step(Covered(held))
+    def covered(self, due: int) -> None:
+        """By this epoch (`Map.due`) all that the node has alone lies on another too."""
+        self._step(Covered(due))
+
+    def lost_copies(self) -> None:
+        """Copies that the node kept for others are gone: until they have looked, nobody is taken over."""
+        self._step(Lost())
 
     @property
     def alive(self) -> dict[str, Presence]:
@@ -443,7 +458,7 @@ class Seat:
         known, buckets = self._machine.map, self._machine.nodes[node].buckets.values()
         if known is None or node not in known.holders or not any(how.endswith(TWICE) for how in buckets):
             return True
-        return len(known.holders) > 1 and present.covered >= known.held
+        return len(known.holders) > 1 and present.covered >= known.due
 
     # --- living ------------------------------------------------------------------------------------------------------
     async def _live(self) -> None:
