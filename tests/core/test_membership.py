@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from forebay.core.cluster.lease import LeaseHold
 from forebay.core.cluster.membership import (
     HOLDS_AFTER_S,
-    PAST_MAX,
     Answered,
     Covered,
     Due,
     Event,
+    Lost,
     Membership,
     Owes,
     Released,
@@ -26,10 +26,21 @@ from forebay.core.cluster.membership import (
     Settled,
     Told,
     Write,
-    wanted,
 )
 from forebay.core.cluster.mirror import Mirror
-from forebay.core.cluster.records import ALIVE, MAP, NODES, PREFIX, TWICE, Map, NodeRecord, Wanted, encoded
+from forebay.core.cluster.records import (
+    ALIVE,
+    MAP,
+    NODES,
+    PAST_MAX,
+    PREFIX,
+    TWICE,
+    Map,
+    NodeRecord,
+    Wanted,
+    encoded,
+    wanted_record,
+)
 from forebay.core.errors import ForebayError
 from forebay.sim.agreed import Agreed
 
@@ -77,9 +88,12 @@ class Town:
         """Its process ends; its lease, when its time has come."""
         self.agreed.end(self.nodes.pop(name).membership.hold.lease)
 
+    def step(self, name: str, event: Event) -> None:
+        self._step(self.nodes[name], event)
+
     def want(self, name: str, word: Wanted) -> None:
         entry = self.agreed.entries[NODES + name]
-        self.agreed.transact({entry.key: wanted(entry.value, word)}, {entry.key: entry.revision})
+        self.agreed.transact({entry.key: wanted_record(entry.value, word)}, {entry.key: entry.revision})
 
     def quiet(self, seconds: float = 5.0) -> None:
         """Let time pass, and everybody look often."""
@@ -102,7 +116,7 @@ class Town:
         if name not in self.keeping and node.membership.map is not None:
             self._step(node, Released(node.membership.map.epoch))
         if name in self.copying and node.membership.map is not None:
-            self._step(node, Covered(node.membership.map.held))
+            self._step(node, Covered(node.membership.map.due))
         self._step(node, Due())
 
     def _step(self, node: Node, event: Event) -> None:
@@ -256,6 +270,38 @@ def test_a_node_whose_lease_ends_is_taken_over_if_others_have_what_it_had() -> N
     town.quiet()
     assert (sorted(town.map.holders), town.map.deposed) == (["a", "b", "c"], ())
     assert back.member(town.now_s)
+
+
+def test_nobody_is_taken_over_until_what_another_lost_is_made_again() -> None:
+    town = Town()
+    town.copying = {"a", "b", "c"}
+    for name in "abc":
+        town.start(name)
+    town.quiet()
+    before = town.map
+    assert before.is_covered
+    town.copying = {"b"}
+    town.step("b", Lost())
+    town.quiet()
+    assert (town.map.held, town.map.covered, town.map.losers()) == (before.held, before.covered, {"b"})
+    assert town.map.active, "nobody's keys move"
+    town.stop("a")
+    town.quiet()
+    assert sorted(town.map.holders) == ["a", "b", "c"], "what A had B keep is nowhere else"
+    town.start("a")
+    town.copying = {"a", "b", "c"}
+    town.quiet()
+    assert town.map.is_covered
+    assert town.map.losers() == set()
+    epoch = town.map.epoch
+    town.quiet()
+    assert town.map.epoch == epoch, "one loss is one map"
+    town.step("b", Lost())
+    town.quiet()
+    assert town.map.covered == town.map.due > epoch
+    town.stop("a")
+    town.quiet()
+    assert town.map.deposed == ("a",)
 
 
 def test_a_node_that_keeps_a_bucket_once_is_waited_for() -> None:

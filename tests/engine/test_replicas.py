@@ -68,7 +68,7 @@ def _beside_another(rig: Rig, now_s: Callable[[], float] | None = None) -> tuple
 
     async def nothing() -> None: ...
 
-    kept: Any = SimpleNamespace(tidy=nothing, take_all_over=nothing, waiting=False)
+    kept: Any = SimpleNamespace(tidy=nothing, take_all_over=nothing, lost_some=nothing, waiting=False)
     peers: Any = other
     clock: Any = SimpleNamespace(monotonic_s=now_s or engine.clock.monotonic_s, wall_s=engine.clock.wall_s)
     engine.writes.replicas = replicas = Replicas(

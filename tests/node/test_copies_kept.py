@@ -234,7 +234,7 @@ def until_covered(cluster: Cluster) -> None:
 
     living = cluster.nodes
     until(covered, "that all is kept twice")
-    until(lambda: agreed(cluster).covered == agreed(cluster).held, "that the map says so")
+    until(lambda: agreed(cluster).is_covered, "that the map says so")
 
 
 def agreed(cluster: Cluster) -> Map:

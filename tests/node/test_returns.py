@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import struct
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from bench import servers
 from tests.cli.conftest import Program
-from tests.node.conftest import NodeProcess, pattern
+from tests.node.conftest import MIB, NodeProcess, pattern
 from tests.node.test_cluster import cluster_of
-from tests.node.test_copies_kept import agreed, keep_nothing_once, kept, kill, read, twice, until_covered
+from tests.node.test_copies_kept import agreed, keep_nothing_once, kept, kill, read, twice, until_covered, written
 from tests.node.test_homes import SOON, Cluster, client
 from tests.patience import until
+from tests.storm.weather import mount_disk
 
 pytestmark = pytest.mark.real
 Make = Callable[..., NodeProcess]
 BODIES = {f"key-{number}": pattern(900 + number * number * 4000, number) for number in range(24)}
+EXT4_SHUTDOWN, WITHOUT_ITS_LOG = 0x8004587D, 2  # EXT4_IOC_SHUTDOWN, EXT4_GOING_FLAGS_NOLOGFLUSH of Linux
 GONE = [f"key-{number}" for number in range(3)]
 
 
@@ -135,3 +142,52 @@ def given_up(program: Program, volume_id: str) -> str:
     with suppress(AssertionError):  # it cannot be done yet
         return program("volume", "give-up", volume_id, "--yes").stdout
     return ""
+
+
+@pytest.fixture
+def disks(tmp_path: Path) -> Iterator[list[Path]]:
+    """Two filesystems that can be made to fail."""
+    paths = [tmp_path / f"disk-{number}" for number in range(2)]
+    try:
+        for path in paths:
+            path.mkdir()
+            if mount_disk(path, 96 * MIB):
+                pytest.skip("mounting a filesystem of its own needs root and ext4")
+        yield paths
+    finally:
+        for path in paths:
+            subprocess.run(["umount", "-l", str(path)], check=False, capture_output=True)
+
+
+def fail_now(disk: Path) -> None:
+    """Every read and write of the disk is an error from now on, as where a device is gone."""
+    folder = os.open(disk, os.O_RDONLY)
+    try:
+        fcntl.ioctl(folder, EXT4_SHUTDOWN, struct.pack("I", WITHOUT_ITS_LOG))
+    finally:
+        os.close(folder)
+
+
+def test_a_disk_that_fails_under_a_node_takes_nothing_of_others_along(
+    node: Make, etcd: servers.EtcdCluster, tmp_path: Path, disks: list[Path]
+) -> None:
+    """What it kept for others they send again, at once; so one of them may die before anybody mends the disk."""
+    two = TwoDisks(node, etcd, tmp_path, 0, 10.0)
+    fail_now(disks[0])
+    new = [two.cluster.key(home, "away", 1000 * turn) for home in (0, 2) for turn in range(1, 17)]
+    for number, key in enumerate(new):  # some are kept there, and meet it; all are taken
+        until(partial(written, two.cluster.clients[number % 3], "away", key), f"that {key} is taken")
+    until(lambda: "out" in {each["state"] for each in two.node.json("GET", "status")["volumes"]}, "that it is out")
+    until(lambda: two.cluster.ids[1] in agreed(two.cluster).lost, "that the cluster hears of it")
+    until_covered(two.cluster)
+    kill(two.cluster.nodes[0])
+    gone = two.cluster.nodes.pop(0), two.cluster.clients.pop(0), two.cluster.ids.pop(0)
+    until(lambda: agreed(two.cluster).deposed == (gone[2],), "that it is taken over")
+    until_covered(two.cluster)
+    program = Program(two.node.endpoint, tmp_path / "cli")
+    failed = next(each for each in two.node.json("GET", "status")["volumes"] if each["state"] == "out")
+    said = until(lambda: given_up(program, failed["volume_id"]), "that all is known of the cluster")
+    assert "nothing is lost" in said
+    two.check()
+    for key in new:
+        assert until(partial(read, two.cluster.clients[0], "away", key), key)[0] == b"warm"

@@ -67,7 +67,7 @@ class SilentHome(Nodes):
         while True:
             seats = [node.life.engine.seat for node in self.nodes if node.life is not None]
             maps = [seat.agreed for seat in seats if seat is not None]
-            if all(known is not None and known.covered == known.held > 0 for known in maps):
+            if all(known is not None and known.is_covered and known.held > 0 for known in maps):
                 return
             await asyncio.sleep(AGAIN_S)
 

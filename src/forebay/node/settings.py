@@ -112,7 +112,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     advertise: str = ""
     lease_s: float = 10.0
     take_over: bool = True
-    volume_lost_after_s: float = 0.0
+    volume_lost_after_s: float = 120.0  # mounts come late at a boot, and keys are refused meanwhile
     cluster_ca: str = ""
     cluster_cert: str = ""
     cluster_key: str = ""

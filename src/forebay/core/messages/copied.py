@@ -91,7 +91,8 @@ class ClearCopy(msgspec.Struct, frozen=True, tag=True):
 
 class CompareCopies(msgspec.Struct, frozen=True, tag=True):
     """A piece of the list of what the actor has the node keep in a bucket: keys after `after` up to `upto` ("": to the
-    end), with their versions. `busy`: keys of writes that are under way. Answered with the keys that are missing."""
+    end), with their versions. `busy`: keys of writes that are under way. `partly`: there is more on a disk of the actor
+    that is not there, so nothing leaves. Answered with the keys that are missing."""
 
     bucket: str
     actor: str
@@ -101,6 +102,7 @@ class CompareCopies(msgspec.Struct, frozen=True, tag=True):
     busy: list[str] = []
     after: str = ""
     upto: str = ""
+    partly: bool = False
 
 
 class ListCopies(msgspec.Struct, frozen=True, tag=True):

@@ -22,6 +22,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor
+from contextlib import suppress
 
 import msgspec
 
@@ -89,6 +90,8 @@ class KeptCopies:
         self._store, self._index, self._buckets = store, index, buckets
         self._writes, self._flusher = writes, flusher
         self.ledger = Kept(node_id, dict(_found(store)))
+        self._absent: set[str] = set()  # volumes on which copies are
+        self._may_be_old = store.any_missed and bool(self.ledger.copies)
         self.takes_back: TakesBack
         self.sends_back: SendsBack
 
@@ -184,7 +187,7 @@ class KeptCopies:
         if found is None:
             raise other_map()
         missing, dropped = found
-        for name in dropped:
+        for name in dropped if not call.partly else ():
             await self._drop(name, self.ledger.copies.get(name))
         gone = [name for name in listed if name not in missing and not self._is_there(name)]
         return CopiesSaid([key for _, key in (*missing, *gone)])
@@ -242,6 +245,29 @@ class KeptCopies:
         self.ledger.follow(agreed)
         return agreed
 
+    async def lost_some(self) -> bool:
+        """Whether copies are gone that were there when this was asked last: with a volume, or rotted on one. At the
+        first time also whether some may be from before: of a volume that was away."""
+        places = [copies_of(bucket.name) for bucket in self._buckets.all() if bucket.is_kept_twice]
+        absent = {each.volume_id for place in places for each in self._store.owners.of_bucket(place)}
+        found = bool(absent - self._absent) or self._may_be_old
+        self._absent, self._may_be_old = absent, False
+        for volume in self._store.usable():
+            named = [(lost.bucket, lost.key) for lost in volume.lost.values()]
+            for place, key in [*named, *volume.partly_lost.values()]:
+                name = (whose_copies(place), key)
+                if name in self.ledger.copies and not self._is_there(name):
+                    self.ledger.forget([name])
+                    found = True
+                    with suppress(ForebayError):  # what is left of it
+                        await self._forget_rest(name)
+        return found
+
+    async def _forget_rest(self, name: Name) -> None:
+        async with self._writes.keeping(copies_of(name[0]), name[1]):
+            if name not in self.ledger.copies:
+                await self._remove(name)
+
     # --- taking over -------------------------------------------------------------------------------------------------
     def acts_anew(self, name: Name) -> bool:
         """Whether the copy of a key must be made this node's own before it acts on it."""
@@ -266,10 +292,10 @@ class KeptCopies:
             there = self.ledger.copies.get(name)
             if there is None or not self.acts_anew(name):
                 return
-            self._store.check_present(copies_of(bucket), key)
             record = self._store.lookup(copies_of(bucket), key)
             mine = self._store.owned(bucket, key) is not None or self._flusher.find(bucket, key) is not None
             if record is None:
+                self._store.check_present(copies_of(bucket), key)
                 self._store.check_lost(copies_of(bucket), key)
                 raise Unavailable(f"the copy of {bucket}/{key} cannot be read: see `forebay status`")
             if not mine:

@@ -6,9 +6,13 @@ holders changed meanwhile, whoever is second now gets it before the answer. What
 have, is cleared there before it is forgotten here. `kept.py` is the other end.
 
 In the background (`tend`) a node compares, with one other after another, what that is to keep, sends what is missing,
-and says that all is covered. It does so again each hour, since a keeper may have lost a volume. After something failed,
-it waits for AGAIN_S. Nothing of it holds up what clients ask,
-but for the lock of one key while its copy is sent.
+and says that all is covered. It does so again each hour, as a precaution. After something failed, it waits for AGAIN_S.
+Nothing of it holds up what clients ask, but for the lock of one key while its copy is sent.
+
+*A volume of this node that is missing* had objects that nobody here can list. If all was covered with these holders,
+others have them. The rest is compared then, and nothing leaves who keeps it; but with a node that has lost copies
+nothing is, since some may have been of those. *Copies that are gone here* are told (`Seat.lost_copies`) before anything
+else is said: who died now would be lost.
 
 A node alone has none of this, nor have buckets that are kept once. A node that is no holder (it comes or goes) keeps
 one copy of what it has: nobody takes that over.
@@ -37,7 +41,7 @@ from forebay.core.cluster.records import Map
 from forebay.core.cluster.replication import Name, Sent
 from forebay.core.errors import Corrupt, ForebayError, Unavailable
 from forebay.core.messages.calls import VolumeNamed
-from forebay.core.messages.copied import ClearCopy, CompareCopies, Copied, copies_of
+from forebay.core.messages.copied import ClearCopy, CompareCopies, Copied
 from forebay.core.record import Record, State, info_of
 from forebay.core.types import Headers, ObjectInfo
 from forebay.core.volumes import VolumeState
@@ -62,7 +66,7 @@ AGAIN_S = 0.5  # between attempts to have a copy kept, or lists compared
 PATIENCE_S = 4.0  # how long a write waits for its second, besides the time that its bytes take
 BYTES_S = 4 * limits.MIB  # a link, and a disk at its end, that are slower count as silent
 TURNS = 6  # of sending, while the holders change
-COMPARED_FOR_S = 3600.0  # a copy that its keeper's disk lost is made again within it; 10^7 keys are 5,000 requests
+COMPARED_FOR_S = 3600.0  # 10^7 keys are 5,000 requests
 
 
 class Volumes(Protocol):
@@ -333,9 +337,12 @@ class Replicas:
         agreed = self._seat.agreed
         if agreed is None or not self._is_whole():
             return
+        if await self.kept.lost_some():
+            log.warning("copies that were kept here for other nodes are gone: they send them again")
+            self._seat.lost_copies()
         await self.kept.tidy()
         if self.node_id in agreed.deposed:
-            if agreed.covered == agreed.held:
+            if agreed.is_covered:
                 await self.returns.volumes(agreed, self._twice())
                 await self._forget_all()
             return
@@ -357,7 +364,7 @@ class Replicas:
             await self._compare(agreed, node, buckets)
             self._silent.discard(node)
         if self.sent.covered(agreed, self._seat.alive) and not self.kept.waiting:
-            self._seat.covered(agreed.held)
+            self._seat.covered(agreed.due)
 
     def _twice(self) -> list[str]:
         return [bucket.name for bucket in self._buckets.all() if bucket.is_kept_twice]
@@ -401,7 +408,8 @@ class Replicas:
         """Have a node keep what it is to keep, and no more."""
         marked, number, busy = self.sent.mark(agreed, self._seat.alive, node), self.sent.number(), self.sent.busy
         for bucket in buckets:
-            if self._volumes.missing(bucket) or self._volumes.missing(copies_of(bucket)):
+            partly = bool(self._volumes.missing(bucket))
+            if partly and (agreed.covered < agreed.held or node in agreed.losers()):
                 raise Unavailable(f"volumes are missing that may have something of {bucket}: see `forebay status`")
             self._flush()
             after, is_last = "", False
@@ -411,7 +419,7 @@ class Replicas:
                 listed, writing = self.sent.listed(agreed, node, (((bucket, key), seq) for key, seq in owed))
                 keys = [(key, version) for (_, key), version in listed.items()]
                 under_way = sorted(key for of, key in writing if of == bucket)
-                call = CompareCopies(bucket, self.node_id, number, agreed.held, keys, under_way, after, upto)
+                call = CompareCopies(bucket, self.node_id, number, agreed.held, keys, under_way, after, upto, partly)
                 for key in await self._to_peers().compare_copies(self._home_of(node), call):
                     await self._send_again(agreed, node, (bucket, key))
                 after = upto

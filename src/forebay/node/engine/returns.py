@@ -11,12 +11,10 @@ and of no other, takes its place.
 node. Of each key the greatest version counts: a former second keeps an older one until lists are compared, and that
 waits while a volume is missing. Nothing newer comes about meanwhile, since keys of that volume are refused. When all is
 back the volume is given up, which ends the refusals: by `forebay volume give-up`, or by itself for a volume that was
-missing for `volume_lost_after_s`. Both only if the map says that all was on two nodes (`covered` is `held`), every node
-can be asked, and all came; the verb can be forced to lose what does not come. By itself also only if no bucket that is
-kept once has anything there. A volume that was given up is left alone if it turns up again, so nothing old comes back.
-
-By itself is off unless an operator turns it on. `covered` says that all was on two nodes once since the holders
-changed: if another node lost a disk since, its copies are not there, and a disk that was only unmounted has them.
+missing for `volume_lost_after_s`. Both only if the map says that all was on two nodes and that no other node has lost
+copies since, every node can be asked, and all came; the verb can be forced to lose what does not come. By itself also
+only if no bucket that is kept once has anything there. A volume that was given up is left alone if it turns up again,
+so nothing old comes back.
 
 What came back stays if the work is cut: the next attempt leaves it out.
 
@@ -226,7 +224,7 @@ class Returns:
             each
             for each in missing.values()
             if now_s >= self._due_s[each.volume_id]
-            and agreed.covered == agreed.held
+            and self._all_is_elsewhere(agreed)
             and each.path not in self._store.roomless  # it is opened when there is room
             and twice.issuperset((*each.buckets, *each.astray))
         ]
@@ -241,15 +239,19 @@ class Returns:
         if known is not None:
             if not named.force and agreed is None:
                 raise Unavailable("this node does not know the cluster's map: try again, or --force")
-            if not named.force and agreed is not None and agreed.covered != agreed.held:
+            if not named.force and agreed is not None and not self._all_is_elsewhere(agreed):
                 raise Unavailable(
-                    f"not all that volume {known.volume_id} owed was on other nodes when the holders changed: bring it "
-                    "back, or --force to lose what was not"
+                    f"not all that volume {known.volume_id} owed is on other nodes (the holders changed, or one of "
+                    "them lost a disk): bring it back, or --force to lose what is not"
                 )
             if is_deposed or (agreed is not None and await self._bring_back(agreed, known, named.force)):
                 elsewhere = {bucket.name for bucket in self._buckets.all() if bucket.is_kept_twice}
             came_back = self._back.get(known.volume_id, 0)
         return await self._volumes.give_up(named, came_back, elsewhere)
+
+    def _all_is_elsewhere(self, agreed: Map) -> bool:
+        """Whether all that this node alone has or had was on another node too, and no other has lost copies since."""
+        return agreed.covered >= agreed.held and agreed.losers() <= {self._node_id}
 
     def _owing(self, name: str) -> KnownVolume | None:
         """The missing volume of that id or path, if it owes something that is kept twice."""
@@ -272,7 +274,7 @@ class Returns:
             self._back[known.volume_id] = self._back.get(known.volume_id, 0) + sum(got)
             left += len(got) - sum(got) + unasked
         now = self._seat.agreed
-        is_all = not left and agreed.covered == agreed.held and now is not None and now.held == agreed.held
+        is_all = not left and now is not None and now.held == agreed.held and self._all_is_elsewhere(now)
         if not force and not is_all:
             raise Unavailable(
                 f"{self._back.get(known.volume_id, 0)} objects came back, and {left} did not (the log says why): try "
@@ -300,7 +302,7 @@ class Returns:
         for number, (key, (version, node)) in enumerate(sorted(newest.items())):
             if number % LOOKED_AT == 0:
                 await asyncio.sleep(0)
-            counts = agreed.covered == agreed.held or agreed.second(self._node_id, bucket, key) == node
+            counts = self._all_is_elsewhere(agreed) or agreed.second(self._node_id, bucket, key) == node
             if counts and self._lacks((bucket, key), version):
                 wanted.append((key, version, node))
         return wanted, unasked

@@ -34,6 +34,7 @@ import xxhash
 
 from forebay.core import limits
 from forebay.core.errors import Corrupt, ForebayError, Unavailable
+from forebay.core.messages.copied import whose_copies
 from forebay.core.record import OWNED, Record, State, blocks_in, build_head, info_of
 from forebay.core.s3rules.keeping import kept_as
 from forebay.core.types import Headers, ObjectInfo
@@ -234,7 +235,10 @@ class Puts:
         step.entry = keys.index_key(bucket, key)
         if volume.stall.stalled:
             raise stalled(volume.path, f"{bucket}/{key}")
-        (self._volumes.check_in_use if change.returns else self._volumes.check_present)(bucket, key)
+        # A copy for another node that was on a volume which is not here is sent again. If that volume comes back, the
+        # later one counts (misplaced.py).
+        anew = change.returns or bool(whose_copies(bucket))
+        (self._volumes.check_in_use if anew else self._volumes.check_present)(bucket, key)
         if change.note is not None:
             self._volumes.check_noted(volume, bucket, key)
         step.durable = change.note is not None and change.durable

@@ -65,6 +65,7 @@ class VolumeSet(Whereabouts[Volume]):
         self.on_missing: Callable[[Record], None] = lambda record: None  # whose file is gone: it is out of the index
         self.unshown: dict[tuple[str, str], Volume] = {}  # keys with a change that the index has not taken yet
         self.epoch = 0  # counts the sets of volumes that served; see volume.py
+        self.any_missed = False  # one of them was away while others served
         self.astray: dict[str, set[str]] = {}  # by volume id: buckets of which something could not move to its place
 
     def _add(self, path: str, xattrs: bool, expected: Expected | None, later: bool) -> None:
@@ -107,6 +108,7 @@ class VolumeSet(Whereabouts[Volume]):
         self.epoch = max([epoch, *(volume.mark.epoch for volume in self._all)])
         for volume in list(self._all):
             if 0 < volume.mark.epoch < self.epoch:
+                self.any_missed = True
                 try:
                     volume.missed_session()
                 except (OSError, Corrupt) as error:
