@@ -64,11 +64,11 @@ def _beside_another(rig: Rig, now_s: Callable[[], float] | None = None) -> tuple
     both = {engine.node_id: 1.0, "other": 1.0}
     agreed = Map(1, True, both, both, both, held=1)
     alive = {name: Presence(f"{name} lives", 1, 1) for name in both}
-    seat: Any = SimpleNamespace(agreed=agreed, alive=alive, place_of=lambda node: node, covered=lambda held: None)
+    seat: Any = SimpleNamespace(agreed=agreed, alive=alive, place_of=lambda node: node, covered=lambda due: None)
 
     async def nothing() -> None: ...
 
-    kept: Any = SimpleNamespace(tidy=nothing, take_all_over=nothing, lost_some=nothing, waiting=False)
+    kept: Any = SimpleNamespace(tidy=nothing, take_all_over=nothing, waiting=False)
     peers: Any = other
     clock: Any = SimpleNamespace(monotonic_s=now_s or engine.clock.monotonic_s, wall_s=engine.clock.wall_s)
     engine.writes.replicas = replicas = Replicas(

@@ -67,13 +67,15 @@ class KnownVolume(msgspec.Struct, frozen=True, omit_defaults=True):
 class Memory(msgspec.Struct, frozen=True):
     """All of it. `ordered`: paths at which a volume may be made, or one that was never here be taken in; `given_up`:
     ids that must not come back with what they owed; `epoch`: of the last session, with whatever volumes it was;
-    `ids_below`: no session so far used this object id or a larger one."""
+    `ids_below`: no session so far used this object id or a larger one; `doubted`: a volume that was away is back, and
+    what it keeps for other nodes may be old, or a start that would have seen that was cut."""
 
     volumes: tuple[KnownVolume, ...] = ()
     ordered: tuple[str, ...] = ()
     given_up: tuple[str, ...] = ()
     epoch: int = 0
     ids_below: int = 0
+    doubted: bool = False
 
     def find(self, name: str) -> KnownVolume | None:
         """By id or path."""

@@ -178,7 +178,9 @@ class Retrying:
         return await self._again(lambda: self.inner.read_tags(key))
 
     async def write_tags(self, key: str, tags: str) -> None:
-        await self._write(lambda: self.inner.write_tags(key, tags))
+        attempts = _Attempts()
+        attempts.once = self._once
+        await self._again(lambda: self.inner.write_tags(key, tags), attempts)
 
     async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
         attempts = _Attempts()

@@ -176,7 +176,7 @@ class Membership:
         self._again_s = float("-inf")
         self._out = False  # a transaction is
         self._asked_epoch = self._settled_epoch = self._released_epoch = self._covered_epoch = 0
-        self._lost = 0
+        self.losses = 0
         self._owes_bytes: int | None = None  # nobody has said yet
         self._came_or_went_s = float("-inf")
         self._missing_s: dict[str, float] = {}  # since when
@@ -261,7 +261,7 @@ class Membership:
             case Covered(due):
                 self._covered_epoch = max(self._covered_epoch, due)
             case Lost():
-                self._lost += 1
+                self.losses += 1
             case Due():
                 pass
         return [*self._settle(), *self._write(now_s)]
@@ -331,13 +331,13 @@ class Membership:
         if not self.map.active and present.epoch < self.map.epoch <= self._settled_epoch:
             return self._presence(self.map.epoch)
         said = present.released, present.covered, present.lost
-        if said != (self._released_epoch, self._covered_epoch, self._lost):
+        if said != (self._released_epoch, self._covered_epoch, self.losses):
             return self._presence(present.epoch)
         return self._farewell(self.map) or (self._next_map(now_s, self.map) if min(self.alive) == self.node else None)
 
     def _presence(self, epoch: int) -> Write:
         presence = Presence(
-            self.incarnation, epoch, self.hold.lease, self._released_epoch, self._covered_epoch, self._lost
+            self.incarnation, epoch, self.hold.lease, self._released_epoch, self._covered_epoch, self.losses
         )
         return self._changed({ALIVE + self.node: presence}, lease=self.hold.lease)
 
@@ -374,17 +374,15 @@ class Membership:
             if len(reasons) >= 2 * CHANGES_MAX:
                 break
         past = tuple(each for each in map.past if not self._is_over(map, each))
-        covered = min([map.due, *(self._covered(node) for node in map.holders)])
-        covered = covered if covered >= map.held else map.covered
-        lost = self._losses(map)
+        covered, lost = min([map.due, *(self._covered(node) for node in map.holders)]), self._losses(map)
         reasons |= {ALIVE + node for node, loss in lost.items() if loss.epoch > map.epoch}
-        known = msgspec.structs.replace(map, covered=max(covered, map.covered), lost=lost)
+        known = msgspec.structs.replace(map, covered=covered if covered >= map.held else map.covered, lost=lost)
         holders = self._holders(now_s, known, owners, reasons)
         held, deposed = map.held, tuple(node for node in map.deposed if node in self.nodes and node not in holders)
         if holders == map.holders and (gone := self._taken_over(now_s, known)):
             holders = {node: weight for node, weight in holders.items() if node != gone}
             held, deposed = map.epoch + 1, (*deposed, gone)  # the others keep what they had, so nobody is asked
-            reasons |= {NODES + gone, ALIVE + gone}
+            reasons |= {NODES + gone, *(ALIVE + node for node in sorted(map.holders)[:CHANGES_MAX])}  # who lost copies?
         elif holders != map.holders:
             came = sorted(holders.keys() - map.holders.keys())
             newcomers = tuple(node for node in came if self._released(node) < map.epoch)

@@ -141,6 +141,17 @@ class Map(msgspec.Struct, frozen=True, dict=True):
         """Whether all that only nodes have lies on two of them."""
         return self.covered >= self.due
 
+    @property
+    def is_taking_over(self) -> bool:
+        """Whether somebody was deposed whose copies others may still have to make their own."""
+        return bool(self.deposed) and self.covered < self.held
+
+    def was_made_again(self, node: str, incarnation: str, losses: int) -> bool:
+        """Whether all copies are there again that this process of the node found gone, so many times."""
+        loss = self.lost.get(node)
+        said = loss is not None and (loss.incarnation, loss.lost) == (incarnation, losses)
+        return not losses or (said and node not in self.losers())
+
     def losers(self) -> set[str]:
         """Nodes whose copies were not all made again."""
         return {node for node, loss in self.lost.items() if loss.epoch > self.covered}

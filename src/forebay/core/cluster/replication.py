@@ -179,7 +179,7 @@ class Kept:
     def taken_over(self, agreed: Map) -> list[Name]:
         """What is this node's own from now on: copies of those who were deposed. Nothing at a node that holds none, or
         was deposed itself: its copies may be old."""
-        if not agreed.deposed or self.node not in agreed.holders:
+        if not agreed.is_taking_over or self.node not in agreed.holders:
             return []
         return [name for actor in agreed.deposed for name in self._names.get(actor, ())]
 
@@ -190,13 +190,15 @@ class Kept:
             return []
         if self.node not in agreed.holders:
             return list(self.copies)
-        acting = agreed.holders.keys() | set(agreed.deposed)
+        acting = agreed.holders.keys() | set(agreed.deposed if agreed.is_taking_over else ())
         return [name for actor, names in self._names.items() if actor not in acting for name in names]
 
     def acts_anew(self, agreed: Map, name: Name) -> bool:
         """Whether the copy of a key must be made this node's own before it acts on it."""
         there = self.copies.get(name)
-        return there is not None and there.actor in agreed.deposed and self.node in agreed.holders
+        if there is None or not agreed.is_taking_over:
+            return False  # if there is one of a deposed node still, a disk came back with it, and it is old
+        return there.actor in agreed.deposed and self.node in agreed.holders
 
 
 def _end_of(bucket: str) -> Name:

@@ -205,6 +205,7 @@ class Engine:
         if self.shared_buckets is not None:
             late.append(self.shared_buckets.follow)
         work = [*map(_lasting, [self._housekeep, self._watch, self._scrub])]
+        work += [_lasting(self.replicas.tell_losses)] if self.replicas is not None else []
         work += [self._when_whole(functools.partial(_lasting, each)) for each in late]
         self._background += [asyncio.create_task(each) for each in work]
 

@@ -22,7 +22,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor
-from contextlib import suppress
 
 import msgspec
 
@@ -34,6 +33,7 @@ from forebay.core.machines import sent_bodies
 from forebay.core.messages.copied import (
     ClearCopy,
     CompareCopies,
+    CompareSome,
     Copied,
     CopiesCall,
     CopiesSaid,
@@ -69,7 +69,8 @@ TAKEN_AT_ONCE = 32  # of what is taken over: one sync makes many of them durable
 
 class KeptCopies:
     """See the module's header. `agreed` is the map that the node knows, None if it may go by none. `bring_up` restores
-    a key to view after a stop. `takes_back` and `sends_back` (set them) are what `returns.py` does at the other end."""
+    a key to view after a stop. Set `is_sure`, and `takes_back` and `sends_back`, what `returns.py` does at the other
+    end."""
 
     def __init__(
         self,
@@ -91,7 +92,9 @@ class KeptCopies:
         self._writes, self._flusher = writes, flusher
         self.ledger = Kept(node_id, dict(_found(store)))
         self._absent: set[str] = set()  # volumes on which copies are
+        self._rotted: list[tuple[int, int]] = []  # how much of each volume was known to have
         self._may_be_old = store.any_missed and bool(self.ledger.copies)
+        self.is_sure: Callable[[], bool] = lambda: True  # whether all is here again that was ever found gone
         self.takes_back: TakesBack
         self.sends_back: SendsBack
 
@@ -187,14 +190,14 @@ class KeptCopies:
         if found is None:
             raise other_map()
         missing, dropped = found
-        for name in dropped if not call.partly else ():
+        for name in dropped if not isinstance(call, CompareSome) else ():
             await self._drop(name, self.ledger.copies.get(name))
         gone = [name for name in listed if name not in missing and not self._is_there(name)]
         return CopiesSaid([key for _, key in (*missing, *gone)])
 
     def _list(self, call: ListCopies) -> CopiesSaid:
         self._goes_by(call.held)
-        self._store.check_bucket(copies_of(call.bucket))  # a volume that is away may have more
+        self._check_sure()
         return CopiesSaid(kept=self.ledger.of(call.actor, call.bucket, call.after, LISTED_MAX))
 
     async def _send_back(self, call: SendBack) -> CopiesSaid:
@@ -202,6 +205,7 @@ class KeptCopies:
         self._bring_up(place, call.key)
         async with self._writes.keeping(place, call.key):
             self._goes_by(call.held)
+            self._check_sure()
             there = self.ledger.copies.get(name)
             kept = owned.entry_at(self._store.home(place, call.key), place, call.key)
             record = self._store.lookup(place, call.key)
@@ -222,6 +226,11 @@ class KeptCopies:
         agreed = self._follow()
         if agreed.held != held or self.ledger.node in agreed.deposed:
             raise other_map()
+
+    def _check_sure(self) -> None:
+        """`Busy` while what is kept here may lack something, or be old."""
+        if self._may_be_old or not self.is_sure():
+            raise Busy("this node has lost copies, which are made again first", retry_after_s=1.0)
 
     def _is_there(self, name: Name) -> bool:
         """Whether the copy still is where the ledger says, and whole: its disk may have failed, or rotted."""
@@ -245,28 +254,37 @@ class KeptCopies:
         self.ledger.follow(agreed)
         return agreed
 
-    async def lost_some(self) -> bool:
-        """Whether copies are gone that were there when this was asked last: with a volume, or rotted on one. At the
-        first time also whether some may be from before: of a volume that was away."""
-        places = [copies_of(bucket.name) for bucket in self._buckets.all() if bucket.is_kept_twice]
-        absent = {each.volume_id for place in places for each in self._store.owners.of_bucket(place)}
-        found = bool(absent - self._absent) or self._may_be_old
-        self._absent, self._may_be_old = absent, False
-        for volume in self._store.usable():
-            named = [(lost.bucket, lost.key) for lost in volume.lost.values()]
+    # --- what is lost ------------------------------------------------------------------------------------------------
+    def find_lost(self) -> list[Name] | None:
+        """Copies that rotted, and may be removed; None if none are gone since this was asked last, also not with a
+        volume. At the first time the copies of a volume that was away count as gone: they may be old."""
+        before, self._absent = self._absent, self._absent_volumes()
+        shape = [(len(volume.lost), len(volume.partly_lost)) for volume in self._store.usable()]
+        shape, self._rotted = self._rotted, shape
+        rotted: list[Name] = []
+        for volume in self._store.usable() if shape != self._rotted else ():
+            named = [(lost.bucket, lost.key) for lost in volume.lost.values() if whose_copies(lost.bucket)]
             for place, key in [*named, *volume.partly_lost.values()]:
                 name = (whose_copies(place), key)
-                if name in self.ledger.copies and not self._is_there(name):
-                    self.ledger.forget([name])
-                    found = True
-                    with suppress(ForebayError):  # what is left of it
-                        await self._forget_rest(name)
-        return found
+                if name in self.ledger.copies and not self._is_there(name) and not self.acts_anew(name):
+                    rotted.append(name)
+        self.ledger.forget(rotted)
+        is_first, self._may_be_old = self._may_be_old, False
+        return rotted if rotted or is_first or self._absent - before else None
 
-    async def _forget_rest(self, name: Name) -> None:
-        async with self._writes.keeping(copies_of(name[0]), name[1]):
-            if name not in self.ledger.copies:
-                await self._remove(name)
+    def _absent_volumes(self) -> set[str]:
+        """Volumes that are not here, and may have copies."""
+        if not self._store.owners:
+            return set()
+        places = [copies_of(bucket.name) for bucket in self._buckets.all() if bucket.is_kept_twice]
+        return {each.volume_id for place in places for each in self._store.owners.of_bucket(place)}
+
+    async def forget_rest(self, rotted: list[Name]) -> None:
+        """Remove what is left of rotted copies, where nothing took their place."""
+        for name in rotted:
+            async with self._writes.keeping(copies_of(name[0]), name[1]):
+                if name not in self.ledger.copies:
+                    await self._remove(name)
 
     # --- taking over -------------------------------------------------------------------------------------------------
     def acts_anew(self, name: Name) -> bool:
@@ -316,21 +334,14 @@ class KeptCopies:
         if kept is None or not kept.note.copied:
             raise Unavailable(f"the copy of {bucket}/{key} is being changed: try again", retry_after_s=0.5)
         about = msgspec.msgpack.decode(kept.note.copied, type=Copied)
-        seq, local = self._store.take_id(), served.bucket.write == "local"
-        note = own_note(about, seq, local)
+        seq = self._store.take_id()
         await self._writes.remember(bucket, key)
-        if about.is_delete:
-            return None if local else Delete(bucket, key, note, durable=True)
         path, sums = "", list[int]()
-        if record.inline is None:
+        if record.inline is None and not about.is_delete:
             path = await self._shared(name, record)
             sums = list(owned.sums_of(self._store.home(copies_of(bucket), key), record))
-        info = ObjectInfo(key, record.size_bytes, own_version(seq), about.etag, about.modified_s, about.headers)
-        state = int(State.LOCAL if local else State.DIRTY)
-        return Put(
-            bucket, info, seq, state, checked_s=self._clock.wall_s(), body=record.inline, path=path, sums=sums,
-            note=note, durable=True,
-        )  # fmt: skip
+        copy = KeepCopy(bucket, key, about, record.size_bytes, path, record.inline, sums)
+        return own_change(copy, seq, served.bucket.write == "local", self._clock.wall_s())
 
     async def _shared(self, name: Name, record: Record) -> str:
         """A new file with the bytes of a copy, on the volume of its key."""
@@ -374,11 +385,13 @@ class KeptCopies:
             await self._drop(name, self.ledger.copies.get(name))
 
 
-def own_note(about: Copied, seq: int, local: bool) -> Note:
-    """With which a copy becomes its holder's own object `seq`. What the actor had may have been sent to the backend."""
+def own_change(copy: KeepCopy, seq: int, local: bool, checked_s: float) -> Change | None:
+    """What makes a copy the own object `seq` of who has it; None if nothing is to be done for a delete. What the actor
+    had may have been sent to the backend. It is the key's last version, whatever a volume may have that is not here."""
+    about = copy.about
     theirs = msgspec.msgpack.decode(about.note, type=Note)
     sent = sent_bodies.left(theirs.sent, sent_bodies.ABSENT if about.is_delete else theirs.digest or None)
-    return msgspec.structs.replace(
+    note = msgspec.structs.replace(
         theirs,
         seq=seq,
         object_id=0 if about.is_delete else seq,
@@ -387,6 +400,14 @@ def own_note(about: Copied, seq: int, local: bool) -> Note:
         local=local,
         **sent._asdict(),
     )
+    if about.is_delete:
+        return None if local else Delete(copy.bucket, copy.key, note, durable=True, returns=True)
+    info = ObjectInfo(copy.key, copy.size_bytes, own_version(seq), about.etag, about.modified_s, about.headers)
+    state = int(State.LOCAL if local else State.DIRTY)
+    return Put(
+        copy.bucket, info, seq, state, checked_s=checked_s, body=copy.body if not copy.path else None, path=copy.path,
+        sums=copy.sums, note=note, durable=True, returns=True,
+    )  # fmt: skip
 
 
 def _found(store: Store) -> list[tuple[Name, Copy]]:

@@ -41,7 +41,7 @@ from forebay.core.cluster.records import Map
 from forebay.core.cluster.replication import Name, Sent
 from forebay.core.errors import Corrupt, ForebayError, Unavailable
 from forebay.core.messages.calls import VolumeNamed
-from forebay.core.messages.copied import ClearCopy, CompareCopies, Copied
+from forebay.core.messages.copied import ClearCopy, CompareCopies, CompareSome, Copied
 from forebay.core.record import Record, State, info_of
 from forebay.core.types import Headers, ObjectInfo
 from forebay.core.volumes import VolumeState
@@ -65,6 +65,7 @@ ResultT = TypeVar("ResultT")
 AGAIN_S = 0.5  # between attempts to have a copy kept, or lists compared
 PATIENCE_S = 4.0  # how long a write waits for its second, besides the time that its bytes take
 BYTES_S = 4 * limits.MIB  # a link, and a disk at its end, that are slower count as silent
+TOLD_S = 2.0  # between losses that are told: each has all nodes compare, and a bad disk shows one after another
 TURNS = 6  # of sending, while the holders change
 COMPARED_FOR_S = 3600.0  # 10^7 keys are 5,000 requests
 
@@ -110,6 +111,8 @@ class Replicas:
         self._store, self._index, self._buckets, self._writes = store, index, buckets, writes
         self._flusher, self._volumes, self._flush, self._is_whole = flusher, volumes, flush, is_whole
         self.sent = Sent(node_id, store.take_id)
+        kept.is_sure = lambda: seat.all_made_again
+        writes.commits.on_answer = self.compare_again  # what was given up may be written now
         self._silent: set[str] = set()
         self._compared_s = clock.monotonic_s()  # when all lists were due
         self.returns = Returns(
@@ -205,6 +208,8 @@ class Replicas:
         """What was sent is not here: the second shall have what is. If it does not hear that now, lists tell it."""
         if (agreed := self._seat.agreed) is not None and (second := self._second(agreed, name)) is not None:
             self.sent.failed(second)
+        if self._store.owners.of_key(*name) is not None:
+            return  # a disk failed: what was acknowledged was there, and what was sent is all there is now
         with suppress(ForebayError):
             copy = self._of_store(name)
             if copy is None:
@@ -333,13 +338,31 @@ class Replicas:
                 log.exception("keeping copies broke; it goes on")
             await asyncio.sleep(AGAIN_S)
 
+    async def tell_losses(self) -> None:
+        """Tell the cluster of copies that are gone here, for ever. Beside `tend`, which may wait long for others: who
+        dies before this is told is lost."""
+        while True:
+            rotted = self.kept.find_lost()
+            if rotted is None:
+                if self._store.any_missed and self._seat.all_made_again:
+                    self._store.any_missed = False
+                await asyncio.sleep(LOOK_S)
+                continue
+            self._seat.lost_copies()
+            log.info("what is kept here for other nodes may not be all, or old: they compare it")
+            with suppress(ForebayError):
+                await self.kept.forget_rest(rotted)
+            await asyncio.sleep(TOLD_S)
+
+    def compare_again(self) -> None:
+        """Nobody knows what others keep by now."""
+        for node in self._seat.alive:
+            self.sent.failed(node)
+
     async def _tend_once(self) -> None:
         agreed = self._seat.agreed
         if agreed is None or not self._is_whole():
             return
-        if await self.kept.lost_some():
-            log.warning("copies that were kept here for other nodes are gone: they send them again")
-            self._seat.lost_copies()
         await self.kept.tidy()
         if self.node_id in agreed.deposed:
             if agreed.is_covered:
@@ -355,8 +378,7 @@ class Replicas:
         now_s = self._clock.monotonic_s()
         if now_s >= self._compared_s + COMPARED_FOR_S:
             self._compared_s = now_s
-            for other in agreed.holders:
-                self.sent.failed(other)
+            self.compare_again()
         others = {node: present for node, present in self._seat.alive.items() if node not in self._silent}
         node = self.sent.to_compare(agreed, others)
         self._silent = set() if node is None else {*self._silent, node}  # whoever does not answer is tried again last
@@ -408,9 +430,6 @@ class Replicas:
         """Have a node keep what it is to keep, and no more."""
         marked, number, busy = self.sent.mark(agreed, self._seat.alive, node), self.sent.number(), self.sent.busy
         for bucket in buckets:
-            partly = bool(self._volumes.missing(bucket))
-            if partly and (agreed.covered < agreed.held or node in agreed.losers()):
-                raise Unavailable(f"volumes are missing that may have something of {bucket}: see `forebay status`")
             self._flush()
             after, is_last = "", False
             while not is_last:
@@ -419,7 +438,11 @@ class Replicas:
                 listed, writing = self.sent.listed(agreed, node, (((bucket, key), seq) for key, seq in owed))
                 keys = [(key, version) for (_, key), version in listed.items()]
                 under_way = sorted(key for of, key in writing if of == bucket)
-                call = CompareCopies(bucket, self.node_id, number, agreed.held, keys, under_way, after, upto, partly)
+                # Asked after the list was made, with nothing in between: a volume may fail at any moment.
+                kind = CompareSome if self._volumes.missing(bucket) else CompareCopies
+                if kind is CompareSome and (agreed.covered < agreed.held or node in agreed.losers()):
+                    raise Unavailable(f"volumes are missing that may have something of {bucket}: see `forebay status`")
+                call = kind(bucket, self.node_id, number, agreed.held, keys, under_way, after, upto)
                 for key in await self._to_peers().compare_copies(self._home_of(node), call):
                     await self._send_again(agreed, node, (bucket, key))
                 after = upto
@@ -459,6 +482,7 @@ class Replicas:
 
     def _check_whole(self, name: Name) -> None:
         """`Unavailable` if this node has it, and cannot send it."""
+        self._store.check_present(*name)
         record = self._store.owned(*name)
         if self._store.lost_of(*name) is not None or (record is not None and not record.complete):
             raise Unavailable(

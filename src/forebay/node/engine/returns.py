@@ -48,17 +48,14 @@ from forebay.core.messages.copied import (
     SendBack,
     copies_of,
 )
-from forebay.core.record import State, own_version
-from forebay.core.types import ObjectInfo
 from forebay.core.volumes import KnownVolume, VolumeState
 from forebay.node.engine.buckets import Buckets, no_bucket
-from forebay.node.engine.kept import LISTED_MAX, KeptCopies, other_map, own_note
+from forebay.node.engine.kept import LISTED_MAX, KeptCopies, other_map, own_change
 from forebay.node.engine.seat import Home, Seat
 from forebay.node.engine.write.writes import Writes
 from forebay.node.store.disk.notes import Note, digest_of
 from forebay.node.store.disk.volume_threads import remove_temp
 from forebay.node.store.writer import owned
-from forebay.node.store.writer.puts import Change, Delete, Put
 from forebay.node.store.writer.writer import Store
 from forebay.ports.clock import Clock
 
@@ -137,7 +134,8 @@ class Returns:
                 raise Corrupt(f"what comes back of {call.bucket}/{call.key} is not what was sent: send it again")
             async with self._writes.keeping(*name):
                 if (name, about.version) in self._awaited and self._lacks(name, about.version):
-                    change = self._change(call, local=served.bucket.write == "local")
+                    local = served.bucket.write == "local"
+                    change = own_change(call, self._store.take_id(), local, self._clock.wall_s())
                     if change is not None:
                         await self._writes.commits.commit(change)
         finally:
@@ -163,19 +161,6 @@ class Returns:
         record = self._store.lookup(*name)  # of a bucket that is owed astray there, any key may be on the volume
         here = record is not None and (record.complete or record.inline is not None)
         return not here or self._store.owners.home(*name) == owner.volume_id
-
-    def _change(self, call: KeepCopy, *, local: bool) -> Change | None:
-        """What makes it so; None if nothing is to be done for a delete."""
-        about, seq = call.about, self._store.take_id()
-        note = own_note(about, seq, local)
-        if about.is_delete:
-            return None if local else Delete(call.bucket, call.key, note, durable=True, returns=True)
-        info = ObjectInfo(call.key, call.size_bytes, own_version(seq), about.etag, about.modified_s, about.headers)
-        state = int(State.LOCAL if local else State.DIRTY)
-        return Put(
-            call.bucket, info, seq, state, checked_s=self._clock.wall_s(), body=call.body if not call.path else None,
-            path=call.path, sums=call.sums, note=note, durable=True, returns=True,
-        )  # fmt: skip
 
     # --- asking for it -----------------------------------------------------------------------------------------------
     async def objects(self, agreed: Map, buckets: list[str]) -> None:
@@ -244,7 +229,9 @@ class Returns:
                     f"not all that volume {known.volume_id} owed is on other nodes (the holders changed, or one of "
                     "them lost a disk): bring it back, or --force to lose what is not"
                 )
-            if is_deposed or (agreed is not None and await self._bring_back(agreed, known, named.force)):
+            if agreed is not None and (
+                agreed.is_covered if is_deposed else await self._bring_back(agreed, known, named.force)
+            ):
                 elsewhere = {bucket.name for bucket in self._buckets.all() if bucket.is_kept_twice}
             came_back = self._back.get(known.volume_id, 0)
         return await self._volumes.give_up(named, came_back, elsewhere)

@@ -262,6 +262,12 @@ class Seat:
         """By this epoch (`Map.due`) all that the node has alone lies on another too."""
         self._step(Covered(due))
 
+    @property
+    def all_made_again(self) -> bool:
+        """Whether all copies are here again that this process found gone."""
+        agreed, machine = self.agreed, self._machine
+        return agreed is not None and agreed.was_made_again(machine.node, machine.incarnation, machine.losses)
+
     def lost_copies(self) -> None:
         """Copies that the node kept for others are gone: until they have looked, nobody is taken over."""
         self._step(Lost())

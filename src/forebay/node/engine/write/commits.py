@@ -62,6 +62,7 @@ class Commits:
 
     def __init__(self, store: Store, *, published: Published, flush: Callable[[], None]) -> None:
         self.groups = 0  # syncs so far
+        self.on_answer: Callable[[], None] = lambda: None  # all is shown that was under way when a disk stalled
         self._store = store
         self._published = published
         self.flush = flush
@@ -196,8 +197,10 @@ class Commits:
     def answers(self, volume_id: str) -> None:
         """The volume's disk answers. Changes that began before it stalled must be shown before new ones begin."""
         queue = self._queue(volume_id)
-        if not queue.syncing and not any(volume_id in prepared.needs for _, prepared in self._unshown):
+        under_way = queue.syncing or any(volume_id in prepared.needs for _, prepared in self._unshown)
+        if queue.refuses is not None and not under_way:
             queue.refuses = None
+            self.on_answer()
 
     def _queue(self, volume_id: str) -> _Queue:
         queue = self._queues.get(volume_id)

@@ -97,7 +97,7 @@ class KnownVolumes:
             else each
             for each in self.memory.volumes
         ]
-        await self._keep(msgspec.structs.replace(self.memory, volumes=tuple(kept)))
+        await self._keep(msgspec.structs.replace(self.memory, volumes=tuple(kept), doubted=True))
 
     async def opened(self, store: Store) -> None:
         """Remember the present volumes as they are, and tell the store of the absent ones."""
@@ -117,8 +117,9 @@ class KnownVolumes:
             astray = tuple(bucket for bucket in buckets if bucket in strayed)
             at = KnownVolume(volume.id, volume.path, volume.mark.weight, buckets, astray)
             memory = memory.with_volume(self._measured(at, volume))
-        ids_below = store.next_id + IDS_AHEAD
-        await self._keep(msgspec.structs.replace(memory, epoch=store.epoch, ids_below=ids_below))
+        store.any_missed |= self._before.doubted
+        ids_below, doubted = store.next_id + IDS_AHEAD, store.any_missed
+        await self._keep(msgspec.structs.replace(memory, epoch=store.epoch, ids_below=ids_below, doubted=doubted))
         self._tell(store)
 
     # --- what is owed where ---
@@ -149,8 +150,8 @@ class KnownVolumes:
         Buckets in `is_written` have writes under way, and stay."""
         async with self._changing:
             memory = self.memory
-            if memory.epoch != store.epoch:
-                memory = msgspec.structs.replace(memory, epoch=store.epoch)
+            if (memory.epoch, memory.doubted) != (store.epoch, store.any_missed):
+                memory = msgspec.structs.replace(memory, epoch=store.epoch, doubted=store.any_missed)
             if store.next_id > memory.ids_below - IDS_AHEAD // 2:
                 memory = msgspec.structs.replace(memory, ids_below=store.next_id + IDS_AHEAD)
             for volume in store.usable():

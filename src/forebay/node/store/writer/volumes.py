@@ -65,7 +65,7 @@ class VolumeSet(Whereabouts[Volume]):
         self.on_missing: Callable[[Record], None] = lambda record: None  # whose file is gone: it is out of the index
         self.unshown: dict[tuple[str, str], Volume] = {}  # keys with a change that the index has not taken yet
         self.epoch = 0  # counts the sets of volumes that served; see volume.py
-        self.any_missed = False  # one of them was away while others served
+        self.any_missed = False  # one was away while others served, and what it keeps for other nodes may be old
         self.astray: dict[str, set[str]] = {}  # by volume id: buckets of which something could not move to its place
 
     def _add(self, path: str, xattrs: bool, expected: Expected | None, later: bool) -> None:
