@@ -59,10 +59,11 @@ class OtherNode:
         return CopiesSaid()
 
 
-def _beside_another(rig: Rig, now_s: Callable[[], float] | None = None) -> tuple[Replicas, OtherNode]:
+def beside_another(rig: Rig, now_s: Callable[[], float] | None = None, covered: int = 0) -> tuple[Replicas, OtherNode]:
+    """The engine's replicas, and the other node of the two that there are."""
     engine, other = rig.engine, OtherNode(rig)
     both = {engine.node_id: 1.0, "other": 1.0}
-    agreed = Map(1, True, both, both, both, held=1)
+    agreed = Map(1, True, both, both, both, held=1, covered=covered)
     alive = {name: Presence(f"{name} lives", 1, 1) for name in both}
     seat: Any = SimpleNamespace(agreed=agreed, alive=alive, place_of=lambda node: node, covered=lambda due: None)
 
@@ -85,7 +86,7 @@ def test_what_could_not_be_deleted_here_is_kept_by_the_other_node_again(
     """The other node forgets its copy before it is deleted here. If that fails, the object is still there."""
 
     async def story(rig: Rig) -> None:
-        replicas, other = _beside_another(rig)
+        replicas, other = beside_another(rig)
         await rig.engine.buckets.put(Bucket("own", LOCAL_URL, write="local", copies=2))
         await rig.engine.writes.put(PutCall("own", "key", 5, body=b"bytes"))
         await replicas._tend_once()
@@ -110,7 +111,7 @@ def test_tags_are_kept_by_the_other_node_before_anybody_reads_them(rigged: Rigge
     """If it does not keep them, they are not set: whoever took over would have the old ones."""
 
     async def story(rig: Rig) -> None:
-        _, other = _beside_another(rig)
+        _, other = beside_another(rig)
         await rig.engine.buckets.put(Bucket("own", LOCAL_URL, write="local", copies=2))
         await rig.engine.writes.put(PutCall("own", "key", 5, body=b"bytes"))
         other.is_silent = True
@@ -128,7 +129,7 @@ def test_what_rotted_here_before_another_node_had_it_does_not_count_as_kept(rigg
     """It was taken for sent, so the node said that all lay on two nodes, and let itself be taken over."""
 
     async def story(rig: Rig) -> None:
-        replicas, other = _beside_another(rig)
+        replicas, other = beside_another(rig)
         await written(rig, "local", copies=2)
         await put(rig, "key", pattern(6 * MIB))
         await replicas._tend_once()
@@ -153,7 +154,7 @@ def test_what_is_lost_here_comes_back_from_the_node_that_keeps_it(rigged: Rigged
     body = pattern(6 * MIB)
 
     async def story(rig: Rig) -> None:
-        replicas, other = _beside_another(rig)
+        replicas, other = beside_another(rig)
         store = rig.engine.store
         await written(rig, "local", copies=2)
         await put(rig, "key", body)
@@ -195,7 +196,7 @@ def test_a_copy_that_was_lost_is_made_again_within_an_hour(rigged: Rigged) -> No
     now_s = [1000.0]
 
     async def story(rig: Rig) -> None:
-        replicas, other = _beside_another(rig, lambda: now_s[0])
+        replicas, other = beside_another(rig, lambda: now_s[0])
         await rig.engine.buckets.put(Bucket("own", LOCAL_URL, write="local", copies=2))
         await rig.engine.writes.put(PutCall("own", "key", 5, body=b"bytes"))
         await replicas._tend_once()
