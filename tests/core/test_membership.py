@@ -35,6 +35,7 @@ from forebay.core.cluster.records import (
     PAST_MAX,
     PREFIX,
     TWICE,
+    Loss,
     Map,
     NodeRecord,
     Wanted,
@@ -302,6 +303,21 @@ def test_nobody_is_taken_over_until_what_another_lost_is_made_again() -> None:
     town.stop("a")
     town.quiet()
     assert town.map.deposed == ("a",)
+
+
+def test_who_has_lost_copies_knows_when_they_are_made_again() -> None:
+    two = {"a": 1.0, "b": 1.0}
+    agreed = Map(4, True, two, two, two, held=2, covered=2)
+    assert agreed.was_made_again("a", "a.1", 0)
+    assert not agreed.was_made_again("a", "a.1", 1), "nobody has been told"
+    agreed = msgspec.structs.replace(agreed, lost={"a": Loss("a.1", 1, 4)})
+    assert not agreed.was_made_again("a", "a.1", 1)
+    assert not agreed.was_made_again("a", "a.2", 0), "nor what the process before it lost"
+    assert agreed.was_made_again("b", "b.1", 0)
+    agreed = msgspec.structs.replace(agreed, covered=4)
+    assert agreed.was_made_again("a", "a.1", 1)
+    assert agreed.was_made_again("a", "a.2", 0)
+    assert not agreed.was_made_again("a", "a.1", 2)
 
 
 def test_a_node_that_keeps_a_bucket_once_is_waited_for() -> None:

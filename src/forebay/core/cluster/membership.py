@@ -382,7 +382,8 @@ class Membership:
         if holders == map.holders and (gone := self._taken_over(now_s, known)):
             holders = {node: weight for node, weight in holders.items() if node != gone}
             held, deposed = map.epoch + 1, (*deposed, gone)  # the others keep what they had, so nobody is asked
-            reasons |= {NODES + gone, *(ALIVE + node for node in sorted(map.holders)[:CHANGES_MAX])}  # who lost copies?
+            said = [gone, *sorted(map.holders)][:CHANGES_MAX]  # what the others said of lost copies counts, too
+            reasons |= {NODES + gone, *(ALIVE + node for node in said)}
         elif holders != map.holders:
             came = sorted(holders.keys() - map.holders.keys())
             newcomers = tuple(node for node in came if self._released(node) < map.epoch)

@@ -150,7 +150,7 @@ class Map(msgspec.Struct, frozen=True, dict=True):
         """Whether all copies are there again that this process of the node found gone, so many times."""
         loss = self.lost.get(node)
         said = loss is not None and (loss.incarnation, loss.lost) == (incarnation, losses)
-        return not losses or (said and node not in self.losers())
+        return node not in self.losers() and (said or not losses)
 
     def losers(self) -> set[str]:
         """Nodes whose copies were not all made again."""
