@@ -181,7 +181,8 @@ def test_what_would_lose_something_waits_and_says_so(start: Callable[..., NodePr
     root.mkdir()
     nodes = [start(), start()]
     ids = until_all_are("active", *nodes)
-    nodes[0].json("PUT", "buckets/back", {"name": "back", "url": f"file://{root}", "write": "back"})
+    once = {"name": "back", "url": f"file://{root}", "write": "back", "copies": 1}  # else it keeps what the other owes
+    nodes[0].json("PUT", "buckets/back", once)
     homes = {ids[0]: nodes[0], ids[1]: nodes[1]}
     root.chmod(0o500)  # root may write all the same, so the backend is taken away
     root.rename(tmp_path / "gone")
