@@ -79,7 +79,8 @@ class TwoDisks:
             for bucket in ("away", "own"):
                 for key, body in BODIES.items():
                     if key in GONE:
-                        assert self.node.ask("GET", f"/own/{key}")[0] == 404
+                        said = until(lambda key=key: (said := self.node.ask("GET", f"/own/{key}")[0]) != 503 and said)
+                        assert said == 404, key
                         continue
                     found = until(
                         lambda asked=asked, bucket=bucket, key=key: read(asked, bucket, key), f"{bucket}/{key}"
