@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forebay.core import limits
-from forebay.core.errors import Busy, Denied, NotFound
+from forebay.core.errors import Busy, Denied, NotFound, Unavailable
 from forebay.core.messages import calls
 from forebay.core.messages.node_state import BucketState
 from forebay.core.record import State
@@ -245,5 +245,32 @@ def test_a_backend_that_is_away_for_a_while_loses_nothing(rigged: Rigged) -> Non
         assert {key: await _whole(rig.remote, key) for key in kept} == kept
         with pytest.raises(NotFound):
             await rig.remote.objects.head("k07")
+
+    rigged(story)
+
+
+def test_who_was_taken_over_while_it_flushed_decides_no_conflict(rigged: Rigged) -> None:
+    """Others act on the key by then, and what they wrote looks like a stranger's."""
+
+    async def story(rig: Rig) -> None:
+        rig.remote.place("key", b"before")
+        await written(rig, "back")
+        await rig.front.get("key")
+        rig.remote.down = AWAY
+        await delete(rig, "key")
+        rig.remote.place("key", b"what others wrote since")
+        rig.remote.may_head.clear()
+        looks = rig.remote.count("head")
+        rig.remote.down = None
+        await until(lambda: rig.remote.count("head") > looks)
+
+        def may_send(bucket: str) -> None:
+            raise Unavailable("this node lost its place in the cluster: what it owes waits")
+
+        rig.engine.flusher.may_send = may_send
+        rig.remote.may_head.set()
+        await rig.front.job("flush", calls.JobCall("remote"))
+        assert (await bucket_state(rig)).conflicts == 0
+        assert rig.engine.flusher.find("remote", "key") is not None, "it is not this node's to drop"
 
     rigged(story)

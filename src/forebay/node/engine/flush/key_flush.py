@@ -135,6 +135,8 @@ class Errand:
             if not self.note.is_delete:
                 await self._know_digest()
             outcome = await self._carry().run()
+            if outcome.policy:
+                self._keeping.may_send()  # to who was taken over meanwhile, what others wrote since is a stranger's
             done = True
         finally:
             self._let_go(now=done)
