@@ -237,12 +237,18 @@ def test_what_only_nodes_have_stays_at_home_until_its_node_is_drained_or_given_u
     assert town.map.past == (), "nobody asks one that was given up"
 
 
-def test_a_node_whose_lease_ends_is_taken_over_if_others_have_what_it_had() -> None:
+def covered_town() -> Town:
+    """Three nodes, all of whose keys lie on two of them."""
     town = Town()
     town.copying = {"a", "b", "c"}
     for name in "abc":
         town.start(name)
     town.quiet()
+    return town
+
+
+def test_a_node_whose_lease_ends_is_taken_over_if_others_have_what_it_had() -> None:
+    town = covered_town()
     before = town.map
     assert before.covered == before.held > 0
     town.stop("a")
@@ -274,11 +280,7 @@ def test_a_node_whose_lease_ends_is_taken_over_if_others_have_what_it_had() -> N
 
 
 def test_nobody_is_taken_over_until_what_another_lost_is_made_again() -> None:
-    town = Town()
-    town.copying = {"a", "b", "c"}
-    for name in "abc":
-        town.start(name)
-    town.quiet()
+    town = covered_town()
     before = town.map
     assert before.is_covered
     town.copying = {"b"}

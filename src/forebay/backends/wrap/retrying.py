@@ -143,7 +143,7 @@ class Retrying:
     async def put(
         self, key: str, body: Body, *, headers: Headers = (), expect: str | None = None, tags: str = ""
     ) -> ObjectInfo:
-        sending, since_s = _Sending(self, body), self._clock.wall_s()
+        sending, since_s = _Sending(self, body, self._once), self._clock.wall_s()
         own = body._replace(ready=sending.ready)
         try:
             return await self._write(
@@ -178,14 +178,12 @@ class Retrying:
         return await self._again(lambda: self.inner.read_tags(key))
 
     async def write_tags(self, key: str, tags: str) -> None:
-        attempts = _Attempts()
-        attempts.once = self._once
-        await self._again(lambda: self.inner.write_tags(key, tags), attempts)
+        await self._again(lambda: self.inner.write_tags(key, tags), _Attempts(self._once))
 
     async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
         attempts = _Attempts()
         begin = functools.partial(self.inner.begin_upload, key, headers=headers, tags=tags)
-        upload_id = await self._write(begin, attempts, once=False)
+        upload_id = await self._write(begin, attempts)
         if attempts.lost:
             self._counters.uploads_left += 1
             log.warning("an upload of %s may stay at the backend: its id was in an answer that was lost", key)
@@ -233,12 +231,9 @@ class Retrying:
         self._counters.retries += 1
         await self._sleep(delay_s)
 
-    async def _write(
-        self, call: Callable[[], Awaitable[ResultT]], attempts: _Attempts | None = None, *, once: bool = True
-    ) -> ResultT:
+    async def _write(self, call: Callable[[], Awaitable[ResultT]], attempts: _Attempts | None = None) -> ResultT:
         """As `_again`, for what leaves something: `Unheard` for a refusal of which nobody knows what it refused."""
-        attempts = attempts or _Attempts()
-        attempts.once = once and self._once
+        attempts = attempts or _Attempts(self._once)
         try:
             return await self._again(call, attempts)
         except ForebayError as error:
@@ -268,18 +263,18 @@ class Retrying:
 class _Attempts:
     """What must be known of a write's attempts."""
 
-    def __init__(self) -> None:
+    def __init__(self, once: bool = False) -> None:
         self.since_s = 0.0  # when patience began
         self.lost = False  # an attempt failed in a way that does not say whether it happened
         self.over = False  # no attempt can help any more
-        self.once = False  # none follows one that may have happened
+        self.once = once  # none follows one that may have happened
 
 
 class _Sending(_Attempts):
     """A body that is watched as it is sent."""
 
-    def __init__(self, stack: Retrying, body: Body) -> None:
-        super().__init__()
+    def __init__(self, stack: Retrying, body: Body, once: bool = False) -> None:
+        super().__init__(once)
         self._stack, self._body, self._furthest = stack, body, 0
 
     async def ready(self, upto: int) -> None:
