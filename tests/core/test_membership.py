@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from forebay.core.cluster.lease import LeaseHold
 from forebay.core.cluster.membership import (
-    HOLDS_AFTER_S,
     Answered,
     Covered,
     Due,
@@ -28,6 +27,7 @@ from forebay.core.cluster.membership import (
     Write,
 )
 from forebay.core.cluster.mirror import Mirror
+from forebay.core.cluster.next_map import HOLDS_AFTER_S
 from forebay.core.cluster.records import (
     ALIVE,
     MAP,

@@ -37,6 +37,8 @@ from forebay.core.cluster.membership import (
     Right,
     Settle,
     Settled,
+    StandAside,
+    StoodAside,
     Told,
     Write,
 )
@@ -158,7 +160,9 @@ class Cluster:
     # --- processes ---------------------------------------------------------------------------------------------------
     def _start(self, node: str, *, twin: bool = False) -> Process:
         incarnation = f"{node}.{len(self.processes)}"
-        record = NodeRecord(f"{incarnation}:9400", self._weight(node), buckets={"back": TWICE}, replaced=True)
+        record = NodeRecord(
+            f"{incarnation}:9400", self._weight(node), buckets=self._buckets(), replaced=True, hands_over=True
+        )
         process = Process(
             node,
             incarnation,
@@ -171,6 +175,10 @@ class Cluster:
         self._tell(incarnation, f"starts, its clock runs at {process.rate}")
         self._beat(process)
         return process
+
+    def _buckets(self) -> dict[str, str]:
+        """How nodes say that they keep their buckets."""
+        return {"back": TWICE}
 
     def _weight(self, node: str) -> float:
         return float(self.chance.choice([1, 2, 3])) * 1e12
@@ -194,10 +202,14 @@ class Cluster:
             self._renew(process)
         if not process.listing and self.now_s - process.listed_s > LIST_S:
             self._list(process)
-        self._step(process, Owes(0 if process.node not in self._owes else 1))
+        self._step(process, Owes(self._owed_at(process.node)))
         self._tend(process)
         pause_s = membership.LOOK_S * self.chance.uniform(0.5, 1.5)
         self._at(pause_s, lambda: self._within(process, lambda: self._beat(process)))
+
+    def _owed_at(self, node: str) -> int:
+        """How many bytes would be lost with the node."""
+        return 1 if node in self._owes else 0
 
     def _tend(self, process: Process) -> None:
         """What it does at each beat: it has nothing that is at home elsewhere."""
@@ -208,10 +220,13 @@ class Cluster:
         machine = process.membership
         before = machine.map
         for effect in machine.step(process.clock_s(self.now_s), event):
-            if isinstance(effect, Settle):
-                process.settling.append((effect.epoch, set(process.acts)))
-            else:
-                self._send(process, effect)
+            match effect:
+                case Settle(epoch):
+                    process.settling.append((epoch, set(process.acts)))
+                case StandAside(turn):
+                    self._stand_aside(process, turn, self.now_s)
+                case Write():
+                    self._send(process, effect)
         machine.check()
         if machine.map is not before and machine.map is not None:
             if machine.map.owners != machine.map.former:
@@ -219,6 +234,10 @@ class Cluster:
             owners = ",".join(machine.map.owners)
             self._tell(process.incarnation, f"knows map {machine.map.epoch} {machine.map.active} {owners}")
         self._settle(process)
+
+    def _stand_aside(self, process: Process, turn: int, since_s: float) -> None:
+        """Nothing here asks whether it may answer for what others would take over."""
+        self._step(process, StoodAside(turn))
 
     def _settle(self, process: Process) -> None:
         while process.settling and not process.settling[0][1] & set(process.acts):
@@ -304,7 +323,7 @@ class Cluster:
         """Something changed: whoever can be told makes its copy anew."""
         for entry in self._agreed.under(NODES):
             gone = msgspec.json.decode(entry.value, type=NodeRecord).wanted == "gone"
-            assert not gone or entry.key.removeprefix(NODES) not in self._owes, f"{entry.key} went and owed something"
+            assert not gone or not self._owed_at(entry.key.removeprefix(NODES)), f"{entry.key} went, and owes something"
         for process in self.processes:
             if not process.dead and not process.deaf and not self._lost():
                 self._at(self._delay_s(), partial(self._within, process, partial(self._list, process)))

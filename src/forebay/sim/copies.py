@@ -22,8 +22,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from forebay.core.cluster import membership
-from forebay.core.cluster.membership import Covered, Lost, Released
-from forebay.core.cluster.records import Map
+from forebay.core.cluster.membership import Covered, Lost, Released, StoodAside
+from forebay.core.cluster.records import LOCAL_TWICE, TWICE, Map
 from forebay.core.cluster.replication import Copy, Kept, Name, Sent
 from forebay.sim.cluster import QUIET_S, TROUBLE_S, WORLD_S, Cluster, Process
 from forebay.sim.history import ABSENT, Call, explain, told
@@ -34,6 +34,7 @@ GONE = "gone-"  # how the label of a deletion begins
 SENDINGS_MAX = 6
 AGAIN_S = 0.4
 SPARED_S, RENEWED_S, APART_S = 3.0, 2.0, 15.0
+ASIDE_S = 3.0  # how long it lets end what is under way
 LAST_WRITES_S = TROUBLE_S + QUIET_S - 25.0
 
 
@@ -56,6 +57,8 @@ class Disk:
 
     owed: dict[Name, Body] = field(default_factory=dict)
     copies: dict[Name, tuple[Copy, Body]] = field(default_factory=dict)
+    away: dict[Name, tuple[Copy, Body]] = field(default_factory=dict)  # until it starts again, and perhaps old then
+    doubted: bool = False  # what was away, or may be lost, is not made again yet
     number: int = 0
 
     def draw(self) -> int:
@@ -70,6 +73,8 @@ class Ledgers:
         self.disk = disk
         self.kept = Kept(node, {name: copy for name, (copy, _) in disk.copies.items()})
         self.sent = Sent(node, disk.draw)
+        self.gone: set[Name] = set()  # copies whose disk has failed, or was away
+        self.fetching: set[Name] = set()
         self.claimed: set[Name] = set()
         self.locked: set[Name] = set()
         self.comparing = False
@@ -87,7 +92,8 @@ class Copies(Cluster):
 
     def __init__(self, seed: int, echo: Callable[[str], object] | None = None) -> None:
         super().__init__(seed, echo)
-        self.taken_over = self.labels = self.lost = 0
+        self.taken_over = self.labels = self.lost = self.handed_over = self.fetched = 0
+        self._local = seed % 2 == 1  # nothing has a backend until the end, and nodes are drained
         self._spared_until_s = 0.0
         self._owes.clear()
         self._names = self._names[: self.chance.choice([2, 3, 4, 5])]
@@ -104,8 +110,30 @@ class Copies(Cluster):
 
     # --- processes ---------------------------------------------------------------------------------------------------
     def _start(self, node: str, *, twin: bool = False) -> Process:
-        self._ledgers[f"{node}.{len(self.processes)}"] = Ledgers(node, self._disks[node])
-        return super()._start(node, twin=twin)
+        disk = self._disks[node]
+        back, disk.away = disk.away, {}
+        disk.copies = back | disk.copies
+        disk.doubted |= bool(back)
+        ledgers = self._ledgers[f"{node}.{len(self.processes)}"] = Ledgers(node, disk)
+        ledgers.gone = set(disk.copies) if disk.doubted else set()
+        process = super()._start(node, twin=twin)
+        if disk.doubted and self._says_lost:
+            self._step(process, Lost())
+        return process
+
+    def _buckets(self) -> dict[str, str]:
+        return {BUCKET: LOCAL_TWICE if self._local else TWICE}
+
+    def _owed_at(self, node: str) -> int:
+        return len(self._disks[node].owed)
+
+    def _stand_aside(self, process: Process, turn: int, since_s: float) -> None:
+        ledgers = self._of(process)
+        if ledgers.locked and self.now_s < since_s + ASIDE_S:
+            later = partial(self._stand_aside, process, turn, since_s)
+            self._at(0.05, lambda: self._within(process, later))
+            return
+        self._step(process, StoodAside(turn))
 
     def _weight(self, node: str) -> float:
         return 1e12 if self.chance.random() < 0.9 else 2e12  # mostly it comes back as large as it went
@@ -117,11 +145,13 @@ class Copies(Cluster):
         agreed = process.membership.map
         if agreed is None:
             return
-        ledgers = self._of(process)
+        ledgers, member = self._of(process), process.membership
+        ledgers.disk.doubted &= not agreed.was_made_again(process.node, process.incarnation, member.losses)
         self._follow(process, agreed)
         self._forget(process, agreed)
         for name in ledgers.kept.taken_over(agreed):
             self._take(process, name)
+            self._fetch(process, agreed, name)
         astray = [name for name in (*ledgers.disk.owed, *ledgers.locked) if agreed.holder(*name) != process.node]
         deposed = process.node in agreed.deposed
         if not astray and not (deposed and (ledgers.disk.owed or ledgers.disk.copies or not agreed.is_covered)):
@@ -129,7 +159,8 @@ class Copies(Cluster):
         self._compare(process, agreed)
         if ledgers.sent.covered(agreed, process.membership.alive) and not ledgers.kept.taken_over(agreed):
             self._step(process, Covered(agreed.due))
-        if ledgers.disk.owed and self.chance.random() < (0.5 if astray or not self._stormy else 0.03):
+        often = 0.5 if not self._stormy else 0.0 if self._local else 0.5 if astray else 0.03
+        if ledgers.disk.owed and self.chance.random() < often:
             self._flush(process, self.chance.choice(sorted(ledgers.disk.owed)))
 
     def _follow(self, process: Process, agreed: Map) -> None:
@@ -145,13 +176,18 @@ class Copies(Cluster):
         if process.node in agreed.deposed and agreed.is_covered and not ledgers.locked:
             if ledgers.disk.owed or ledgers.disk.copies:
                 self._tell(process.incarnation, f"forgets {len(ledgers.disk.owed)} keys")
+                self.handed_over += process.membership.nodes[process.node].wanted == "draining"
             ledgers.disk.owed.clear()
             ledgers.disk.copies.clear()
+            ledgers.disk.away.clear()
+            ledgers.gone.clear()
             ledgers.kept.forget(list(ledgers.kept.copies))
 
     def _take(self, process: Process, name: Name) -> None:
-        """The copy of one who was deposed is this node's own."""
+        """The copy of one who was deposed is this node's own, if it is there."""
         ledgers = self._of(process)
+        if name in ledgers.gone:
+            return
         _, body = ledgers.disk.copies.pop(name)
         ledgers.kept.forget([name])
         if name not in ledgers.disk.owed:
@@ -160,15 +196,46 @@ class Copies(Cluster):
             tried = body.tried | {body.label}
             ledgers.disk.owed[name] = body._replace(version=ledgers.disk.draw(), tried=tried)
 
+    def _fetch(self, process: Process, agreed: Map, name: Name) -> None:
+        """Ask who was deposed, and lives, for a copy of its that is gone."""
+        ledgers = self._of(process)
+        if name not in ledgers.gone or name in ledgers.fetching or name not in ledgers.kept.copies:
+            return
+        copy = ledgers.kept.copies[name]
+
+        def send(asked: Process, say: Say) -> None:
+            known, body = asked.membership.map, self._of(asked).disk.owed.get(name)
+            if known is not None and known.held == agreed.held and asked.node in known.deposed:
+                say((body,) if body is not None and body.version == copy.version else ())
+
+        def came(answer: Any) -> None:
+            ledgers.fetching.discard(name)
+            known = process.membership.map
+            if answer is None or known is None or known.held != agreed.held or ledgers.kept.copies.get(name) != copy:
+                return
+            ledgers.gone.discard(name)
+            self.fetched += 1
+            if answer:
+                assert ledgers.kept.takes(known, known.held, name, copy), "it would be refused"
+                ledgers.disk.copies[name] = copy, answer[0]
+            else:
+                ledgers.kept.forget([name])
+                del ledgers.disk.copies[name]
+
+        ledgers.fetching.add(name)
+        self._between(process, copy.actor, send, came)
+
     def _acts(self, process: Process, name: Name) -> int:
         """The lease under which it acts on the key; 0 if it does not."""
         agreed, ledgers = process.membership.map, self._of(process)
         lease = process.membership.member(process.clock_s(self.now_s))
-        if agreed is None or not lease:
+        if agreed is None or not lease or not process.membership.acts_until_s(process.clock_s(self.now_s)):
             return 0
         self._follow(process, agreed)
         if ledgers.kept.acts_anew(agreed, name):
             self._take(process, name)
+            if name in ledgers.gone:
+                return 0
         if name in ledgers.disk.owed:
             return lease
         if agreed.holder(*name) != process.node:
@@ -200,8 +267,12 @@ class Copies(Cluster):
             return
         if ledgers.kept.acts_anew(agreed, name):
             self._take(asked, name)
+            if name in ledgers.gone:
+                say(False)
+                return
         if name in ledgers.disk.owed:
-            self._flush(asked, name)
+            if not self._local:
+                self._flush(asked, name)
             say(False)
             return
         self._follow(asked, agreed)
@@ -248,11 +319,13 @@ class Copies(Cluster):
         self._ever.add(body.label)
         ledgers.disk.copies[name] = copy, body
         ledgers.kept.keep(name, copy)
+        ledgers.gone.discard(name)
         say(True)
 
     def _clear(self, name: Name, actor: str, number: int, keeper: Process, say: Say) -> None:
         if self._of(keeper).kept.clears(name, actor, number):
-            del self._of(keeper).disk.copies[name]
+            self._of(keeper).disk.copies.pop(name, None)
+            self._of(keeper).gone.discard(name)
         say(True)
 
     # --- comparing ---------------------------------------------------------------------------------------------------
@@ -327,10 +400,12 @@ class Copies(Cluster):
             say(None)
             return
         missing, dropped = found
+        ledgers.gone -= {name for name in listed if name not in missing and name in ledgers.disk.copies}
         for name in dropped:
-            del ledgers.disk.copies[name]
+            ledgers.disk.copies.pop(name, None)
         ledgers.kept.forget(dropped)
-        say(missing)
+        ledgers.gone.intersection_update(ledgers.kept.copies)
+        say([*missing, *(name for name in listed if name in ledgers.gone and name not in missing)])
 
     # --- what clients do ---------------------------------------------------------------------------------------------
     def _somebody_acts(self) -> None:
@@ -495,6 +570,7 @@ class Copies(Cluster):
         process = self._living[self.chance.choice(self._names)]
         trouble = self.chance.choice(
             [self._pause, self._pause, self._crash, self._crash, self._cut, self._stand_still, self._cut_pair]
+            + [self._drain] * 7 * self._local
         )
         if trouble in (self._pause, self._crash) and self.chance.random() < 0.5:
             process.awkward = trouble
@@ -506,6 +582,15 @@ class Copies(Cluster):
 
     def _delay_s(self) -> float:
         return super()._delay_s() if self.now_s >= self._spared_until_s else 0.01
+
+    def _drain(self, process: Process) -> None:
+        """An operator takes a node away, and back: at once, in the middle, or after it went."""
+        self._want(process.node, "draining")
+        if self.chance.random() < 0.4:  # it is late to hear that it was taken over
+            trouble = self.chance.choice([self._cut, self._pause])
+            self._at(self.chance.uniform(0.0, 2.0), lambda: trouble(process))
+        back_s = self.chance.choice([0.5, 3.0, 20.0]) * self.chance.random()
+        self._at(back_s, lambda: self._want(process.node, "active"))
 
     def _cut_pair(self, process: Process) -> None:
         """One hears nothing of another any more, and both talk to the store."""
@@ -534,10 +619,12 @@ class Copies(Cluster):
                 return
         self._spared_until_s = self.now_s + SPARED_S
         lost = list(ledgers.disk.copies)
+        ledgers.disk.away |= ledgers.disk.copies
         self._tell(process.incarnation, f"loses {len(lost)} copies")
         for name in lost:
             del ledgers.disk.copies[name]
-        ledgers.kept.forget(lost)
+        ledgers.gone.update(lost)
+        ledgers.disk.doubted = True
         self.lost += len(lost)
         if self._says_lost:
             self._step(process, Lost())

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from forebay.core.cluster.membership import Membership
+from forebay.core.cluster.next_map import Succession
 from forebay.core.cluster.records import Map, Presence
 from forebay.core.cluster.replication import Copy, Kept, Mark, Name, Sent
 from forebay.sim.copies import Copies
@@ -69,13 +70,14 @@ def _astray() -> list[Patch]:
 
 def _covered() -> list[Patch]:
     """A missing node is taken over whether or not all was covered."""
-    real = Membership._taken_over
+    real = Succession._taken_over
 
-    def taken_over(self: Membership, now_s: float, map: Map) -> str | None:
-        missing = next((node for node in sorted(map.holders) if self._is_missing(now_s, node)), None)
-        return real(self, now_s, map) or (missing if len(map.holders) > 1 else None)
+    def taken_over(self: Succession) -> str | None:
+        holders = self._before.holders
+        missing = next((node for node in sorted(holders) if self._is_missing(node)), None)
+        return real(self) or (missing if len(holders) > 1 else None)
 
-    return [(Membership, "_taken_over", taken_over)]
+    return [(Succession, "_taken_over", taken_over)]
 
 
 def _deposed() -> list[Patch]:
@@ -138,6 +140,18 @@ def _lease() -> list[Patch]:
     return [(Membership, "member", member)]
 
 
+def _aside() -> list[Patch]:
+    """Who says that it stands aside goes on."""
+
+    def member(self: Membership, now_s: float) -> int:
+        return self.hold.lease if self.map is not None and self.node not in self.map.deposed else 0
+
+    def acts_until_s(self: Membership, now_s: float) -> float:
+        return self.hold.fenced_s if member(self, now_s) and self._present(now_s) else 0.0
+
+    return [(Membership, "member", member), (Membership, "acts_until_s", acts_until_s)]
+
+
 def _unsaid() -> list[Patch]:
     """Who has lost copies says nothing."""
     return [(Copies, "_says_lost", False)]
@@ -154,6 +168,7 @@ def _relook() -> list[Patch]:
 
 
 PLANTS: Plants = {
+    "aside": _aside,
     "astray": _astray,
     "busy": _busy,
     "clear-first": _clear_first,

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from forebay.core.cluster.membership import Membership
+from forebay.core.cluster.next_map import Succession
 from forebay.core.cluster.records import Map, Presence
 from forebay.core.cluster.replication import Kept, Sent
 from forebay.core.machines import sent_bodies
@@ -114,13 +115,14 @@ def _clear() -> list[Patch]:
 
 def _covered() -> list[Patch]:
     """A node that is missing is taken over whether or not all that it had is kept by others."""
-    real = Membership._taken_over
+    real = Succession._taken_over
 
-    def taken_over(machine: Membership, now_s: float, map: Map) -> str | None:
-        missing = next((node for node in sorted(map.holders) if machine._is_missing(now_s, node)), None)
-        return real(machine, now_s, map) or (missing if len(map.holders) > 1 else None)
+    def taken_over(succession: Succession) -> str | None:
+        holders = succession._before.holders
+        missing = next((node for node in sorted(holders) if succession._is_missing(node)), None)
+        return real(succession) or (missing if len(holders) > 1 else None)
 
-    return [(Membership, "_taken_over", taken_over)]
+    return [(Succession, "_taken_over", taken_over)]
 
 
 def _deposed() -> list[Patch]:

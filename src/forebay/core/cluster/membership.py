@@ -15,26 +15,18 @@ this map. When all have, the map is made active, and the new homes act. A node t
 until its lease ends; it has stopped half a lease before. Nobody comes in unseen with an older map: a node acts once its
 copy has its presence, and the copy has the map of the same revision.
 
-*Who writes maps.* The living node with the least name. If two think so, one is refused. It takes in nodes that want to
-be active and live, once nobody has come or gone for JOIN_AFTER_S: those that start together come in together. It takes
-out those that shall not be active, at once, and those that are missing for MISSING_AFTER_S, provided that they still
-are when the map is written.
+*Who writes maps.* The living node with the least name. If two think so, one is refused. What the map is to be says
+`next_map.py`. Who is taken out for being missing must be so still when the map is written.
 
 *The detector is the lease*, and there is no second one. A process that gets no processor for less than half a lease is
 noticed by nobody; for less than a lease, it pauses; beyond that its keys move, and move back. Lateness of whoever looks
 cannot make another look dead, because the store counts, and is asked in the same transaction.
 
-*Holders.* With the owners change the holders of what only nodes have (`records.py`), but not for a node that is
-missing. Who held before goes to `past`, until each said that it has `Released` what is at home elsewhere, or is gone.
-A node with local objects may never say so. So of more than PAST_MAX changes the oldest two become one, all of whose
-nodes are asked about every key. A node that comes in holds once it said that it brings nothing; one that does not say
-so within HOLDS_AFTER_S goes to `past` with that, and is asked about every key.
-
-*Taking over.* A holder that is missing for MISSING_AFTER_S is taken over while all is covered (`records.py`). What it
-alone had is on the next in order of each key, who is the home by the next map. One at a time: then all must be covered
-again. It is `deposed`, acts on nothing, and holds again when it has forgotten its copies (`Released`) and all is
-covered. Until then nobody else comes or goes as a holder, but one that is given up: it would take along what it has not
-taken over. A node that keeps a bucket once (`NodeRecord.buckets`), or shall not be `replaced`, is waited for.
+*Handing over.* A node that is drained and keeps local objects hands them over (`next_map.py`): when all is covered, it
+stands aside: it begins nothing any more of what others would take over, lets end what is under way (`StandAside`,
+`StoodAside`), and says that in its presence. If it need not wait for that map any more, or not all is covered, it takes
+that back, and acts again once its copy has it. The entry is a condition of the map that takes it over, so of the two
+only one is written.
 
 *Another release.* A node enters only if all others that are not gone speak a protocol next to its own (`strangers`).
 The check comes before its record says what it speaks, so it is the newcomer who stays out, and nobody who is in.
@@ -54,7 +46,6 @@ operator's. (4) At most one transaction is out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -62,19 +53,17 @@ import msgspec
 
 from forebay.core.cluster.lease import LeaseHold
 from forebay.core.cluster.mirror import Change
+from forebay.core.cluster.next_map import Seen, Succession, hands_over
 from forebay.core.cluster.records import (
     ALIVE,
     MAP,
     NODES,
-    TWICE,
     UNREADABLE,
-    Loss,
     Map,
     NodeRecord,
     Past,
     Presence,
     State,
-    bounded,
     encoded,
     may_mix,
 )
@@ -82,10 +71,6 @@ from forebay.core.cluster.records import (
 T = TypeVar("T")
 LOOK_S = 0.25  # how often the shell steps with `Due`, at least
 AGAIN_S = 0.5  # after a refusal or no answer
-JOIN_AFTER_S = 1.0  # nodes of one rack start within it, or cost a map each
-MISSING_AFTER_S = 0.5  # beyond the lease: a process that was started again meanwhile waits for its end, and is back
-CHANGES_MAX = 50  # nodes that one map takes in or out: each is a condition of the transaction
-HOLDS_AFTER_S = 10.0
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -133,7 +118,13 @@ class Lost(msgspec.Struct, frozen=True):
     """Copies that the node kept for others are gone."""
 
 
-Event = Told | Due | Answered | Settled | Owes | Released | Covered | Lost
+class StoodAside(msgspec.Struct, frozen=True):
+    """Nothing is under way any more that `StandAside` of this turn asked about."""
+
+    turn: int
+
+
+Event = Told | Due | Answered | Settled | Owes | Released | Covered | Lost | StoodAside
 
 
 class Write(msgspec.Struct, frozen=True):
@@ -150,7 +141,14 @@ class Settle(msgspec.Struct, frozen=True):
     epoch: int
 
 
-Effect = Write | Settle
+class StandAside(msgspec.Struct, frozen=True):
+    """Begin nothing of what others would take over (`acts_until_s` says so by now), and let end what is under way;
+    `StoodAside` follows."""
+
+    turn: int
+
+
+Effect = Write | Settle | StandAside
 
 
 class Right(msgspec.Struct, frozen=True):
@@ -177,6 +175,9 @@ class Membership:
         self._out = False  # a transaction is
         self._asked_epoch = self._settled_epoch = self._released_epoch = self._covered_epoch = 0
         self.losses = 0
+        self._aside = 0  # as `Presence.aside`
+        self._stands_aside = False  # begins nothing that others would take over
+        self._turn = 0  # of standing aside
         self._owes_bytes: int | None = None  # nobody has said yet
         self._came_or_went_s = float("-inf")
         self._missing_s: dict[str, float] = {}  # since when
@@ -199,14 +200,21 @@ class Membership:
     def member(self, now_s: float) -> int:
         """The lease under which this process may acknowledge what only its node has; 0 if it may not."""
         own = self.nodes.get(self.node)
-        wanted = own is not None and own.wanted == "active"
         deposed = self.map is not None and self.node in self.map.deposed
-        return self.hold.lease if wanted and not deposed and self._present(now_s) else 0
+        wanted = own is not None and (own.wanted == "active" or self._hands_over())
+        acts = self._present(now_s) and not deposed and not self._aside % 2 and self._has_said_aside()
+        return self.hold.lease if wanted and acts else 0
 
     def acts_until_s(self, now_s: float) -> float:
         """Until when this process may answer for what others would take over; 0 if it may not."""
         deposed = self.map is None or self.node in self.map.deposed
-        return self.hold.fenced_s if self._present(now_s) and not deposed else 0.0
+        acts = self._present(now_s) and not deposed and not self._stands_aside and self._has_said_aside()
+        return self.hold.fenced_s if acts else 0.0
+
+    def _hands_over(self) -> bool:
+        """Whether it is drained, and holds keys until others have taken over what it has."""
+        known = self.map
+        return known is not None and self.node in known.holders and hands_over(self.nodes, known, self.node)
 
     def state(self, node: str) -> State:
         """What a node is doing, in one word."""
@@ -262,9 +270,12 @@ class Membership:
                 self._covered_epoch = max(self._covered_epoch, due)
             case Lost():
                 self.losses += 1
+            case StoodAside(turn):
+                if self._stands_aside and turn == self._turn and not self._aside % 2:
+                    self._aside += 1
             case Due():
                 pass
-        return [*self._settle(), *self._write(now_s)]
+        return [*self._settle(), *self._stand_aside(), *self._write(now_s)]
 
     def _follow(self, now_s: float, changes: Iterable[Change]) -> None:
         lived = set(self.alive)
@@ -294,6 +305,28 @@ class Membership:
             return []
         self._asked_epoch = self.map.epoch
         return [Settle(self.map.epoch)]
+
+    def _stand_aside(self) -> list[Effect]:
+        wants = self._may_stand_aside()
+        if wants and not self._stands_aside and self._has_said_aside():
+            self._stands_aside, self._turn = True, self._turn + 1
+            return [StandAside(self._turn)]
+        if not wants and self._stands_aside:
+            self._stands_aside = False
+            self._aside += self._aside % 2
+        return []
+
+    def _may_stand_aside(self) -> bool:
+        """Whether it waits for nothing but to be taken over."""
+        known = self.map
+        if known is None or not known.active or self.node in known.owners or not known.is_covered:
+            return False
+        covered = (self.alive.get(node, UNREADABLE).covered for node in known.holders)
+        return self._hands_over() and all(each >= known.due for each in covered)
+
+    def _has_said_aside(self) -> bool:
+        """Whether the copy has what this process says of that: whatever rests on what it said before is refused."""
+        return self.alive.get(self.node, UNREADABLE).aside == self._aside
 
     def _write(self, now_s: float) -> list[Effect]:
         if self._out or now_s < self._again_s or self._revision < self._wanted_revision or self.strangers:
@@ -330,14 +363,20 @@ class Membership:
             return None  # it went with the lease that it hung on, and the copy will say so
         if not self.map.active and present.epoch < self.map.epoch <= self._settled_epoch:
             return self._presence(self.map.epoch)
-        said = present.released, present.covered, present.lost
-        if said != (self._released_epoch, self._covered_epoch, self.losses):
+        said = present.released, present.covered, present.lost, present.aside
+        if said != (self._released_epoch, self._covered_epoch, self.losses, self._aside):
             return self._presence(present.epoch)
         return self._farewell(self.map) or (self._next_map(now_s, self.map) if min(self.alive) == self.node else None)
 
     def _presence(self, epoch: int) -> Write:
         presence = Presence(
-            self.incarnation, epoch, self.hold.lease, self._released_epoch, self._covered_epoch, self.losses
+            self.incarnation,
+            epoch,
+            self.hold.lease,
+            self._released_epoch,
+            self._covered_epoch,
+            self.losses,
+            self._aside,
         )
         return self._changed({ALIVE + self.node: presence}, lease=self.hold.lease)
 
@@ -356,118 +395,9 @@ class Membership:
             if any(presence.epoch < map.epoch for presence in self.alive.values()):
                 return None
             return self._changed({MAP: msgspec.structs.replace(map, active=True)})
-        owners, reasons = dict(map.owners), set[str]()
-        for node in sorted({*self.nodes, *owners}):
-            record, lives = self.nodes.get(node), node in self.alive
-            wanted = record is not None and record.wanted == "active" and 0 < record.weight < math.inf
-            if node in owners and not (wanted and lives):
-                if wanted and now_s < self._missing_s[node] + MISSING_AFTER_S:
-                    continue
-                del owners[node]
-            elif record is not None and wanted and lives and owners.get(node) != record.weight:
-                if node not in owners and now_s < self._came_or_went_s + JOIN_AFTER_S:
-                    continue
-                owners[node] = record.weight
-            else:
-                continue
-            reasons |= {NODES + node, ALIVE + node}
-            if len(reasons) >= 2 * CHANGES_MAX:
-                break
-        past = tuple(each for each in map.past if not self._is_over(map, each))
-        covered, lost = min([map.due, *(self._covered(node) for node in map.holders)]), self._losses(map)
-        reasons |= {ALIVE + node for node, loss in lost.items() if loss.epoch > map.epoch}
-        known = msgspec.structs.replace(map, covered=covered if covered >= map.held else map.covered, lost=lost)
-        holders = self._holders(now_s, known, owners, reasons)
-        held, deposed = map.held, tuple(node for node in map.deposed if node in self.nodes and node not in holders)
-        if holders == map.holders and (gone := self._taken_over(now_s, known)):
-            holders = {node: weight for node, weight in holders.items() if node != gone}
-            held, deposed = map.epoch + 1, (*deposed, gone)  # the others keep what they had, so nobody is asked
-            said = [gone, *sorted(map.holders)][:CHANGES_MAX]  # what the others said of lost copies counts, too
-            reasons |= {NODES + gone, *(ALIVE + node for node in said)}
-        elif holders != map.holders:
-            came = sorted(holders.keys() - map.holders.keys())
-            newcomers = tuple(node for node in came if self._released(node) < map.epoch)
-            past, held = bounded((*past, Past(map.epoch + 1, map.holders, newcomers))), map.epoch + 1
-        elif not reasons:
-            changed = msgspec.structs.replace(known, past=past, deposed=deposed)
-            return self._changed({MAP: changed}) if changed != map else None
-        at_once = owners == map.owners  # whoever holds by a new map asks the others, who must know it too
-        changed = Map(
-            map.epoch + 1, at_once, owners, map.owners, holders, past, held, known.covered, deposed, known.lost
-        )
-        return self._changed({MAP: changed}, also=tuple(sorted(reasons)))
-
-    def _losses(self, map: Map) -> dict[str, Loss]:
-        """Who lost copies, with what is said for the first time."""
-        lost = {node: loss for node, loss in map.lost.items() if node in self.nodes}
-        for node in map.holders.keys() & self.alive.keys():
-            said, known = self.alive[node], lost.get(node)
-            if said.lost and (known is None or (known.incarnation, known.lost) != (said.incarnation, said.lost)):
-                lost[node] = Loss(said.incarnation, said.lost, map.epoch + 1)
-        return lost
-
-    def _taken_over(self, now_s: float, map: Map) -> str | None:
-        """A holder that is missing, and of which others have all that it alone had."""
-        if not map.held or not map.is_covered or len(map.holders) < 2:
-            return None  # `held` is 0 in a map of a release without copies
-        missing = [node for node in sorted(map.holders) if self._is_missing(now_s, node)]
-        others = [node for node in map.holders if node not in missing]
-        if any(self._covered(node) < map.due for node in others):
-            return None  # it came back without a disk, perhaps, on which the copies were: nobody compares then
-        return next((node for node in missing if self._may_be_replaced(node)), None)
-
-    def _may_be_replaced(self, node: str) -> bool:
-        """Whether another node has all that this one alone may have acknowledged: it used no bucket that the others
-        were not told of."""
-        record = self.nodes[node]
-        kept = record.buckets.values()
-        return record.replaced and bool(kept) and all(how.endswith(TWICE) for how in kept)
-
-    def _is_missing(self, now_s: float, node: str) -> bool:
-        since_s = self._missing_s.get(node)
-        wanted = since_s is not None and self.nodes[node].wanted == "active"  # in maintenance it is waited for
-        return since_s is not None and wanted and now_s >= since_s + MISSING_AFTER_S
-
-    def _holders(self, now_s: float, map: Map, owners: dict[str, float], reasons: set[str]) -> dict[str, float]:
-        """Who holds what only nodes have under the next map. Why one leaves is added to `reasons`."""
-        if map.deposed and not map.is_covered:  # copies are taken over: who went now would take them along
-            gone = {node for node in map.holders if node not in self.nodes or self.nodes[node].wanted == "gone"}
-            reasons |= {NODES + node for node in gone}
-            return {node: weight for node, weight in map.holders.items() if node not in gone}
-        waits = bool(map.holders) and now_s < self._came_or_went_s + HOLDS_AFTER_S
-        holders = {
-            node: weight
-            for node, weight in owners.items()
-            if node in map.holders
-            or (self._has_forgotten(map, node) if node in map.deposed else not waits)
-            or (node not in map.deposed and self._released(node) >= map.epoch)
-        }
-        for node, weight in map.holders.items():
-            record = self.nodes.get(node)
-            leaves = record is None or record.wanted not in ("active", "maintenance")
-            if leaves and len(reasons) < 2 * CHANGES_MAX:
-                reasons.add(NODES + node)
-            else:
-                holders.setdefault(node, weight)
-        return holders
-
-    def _has_forgotten(self, map: Map, node: str) -> bool:
-        """Whether a deposed node has no old copies, and whoever took over has acted on it."""
-        return map.is_covered and self._released(node) >= map.held
-
-    def _released(self, node: str) -> int:
-        return self.alive.get(node, UNREADABLE).released
-
-    def _covered(self, node: str) -> int:
-        return self.alive.get(node, UNREADABLE).covered
-
-    def _is_over(self, map: Map, past: Past) -> bool:
-        """Whether nobody may have keys from then any more."""
-        return all(
-            self.nodes[node].wanted == "gone" or node in map.deposed or self._released(node) >= past.epoch
-            for node in (*past.holders, *past.newcomers)
-            if node in self.nodes
-        )
+        seen = Seen(self.nodes, self.alive, self._missing_s, self._came_or_went_s)
+        found = Succession(seen, now_s, map).decide()
+        return None if found is None else self._changed({MAP: found.map}, also=tuple(sorted(found.reasons)))
 
     def _changed(
         self, values: dict[str, NodeRecord | Presence | Map | None], also: tuple[str, ...] = (), lease: int = 0

@@ -49,6 +49,7 @@ NODES = PREFIX + "node/"
 ALIVE = PREFIX + "alive/"
 
 TWICE = ", on two nodes"  # how a bucket's line in `NodeRecord.buckets` ends, if all that no backend has is kept twice
+LOCAL_TWICE = "local" + TWICE
 PROTOCOL = 2  # 1: releases that did not say
 PAST_MAX = 8  # changes of holders that somebody still owes keys of
 
@@ -72,6 +73,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     protocol: int = 1
     release: str = ""
     replaced: bool = False  # others may take over what it had, when it is silent
+    hands_over: bool = False  # it says when they may, if it is drained (`Presence.aside`)
 
 
 class Presence(msgspec.Struct, frozen=True):
@@ -83,6 +85,7 @@ class Presence(msgspec.Struct, frozen=True):
     released: int = 0  # by the map of this epoch it had nothing that is at home elsewhere
     covered: int = 0  # by this epoch (`Map.due`) all that it has alone lies on another node too
     lost: int = 0  # how often it found that copies which it kept for others are gone
+    aside: int = 0  # odd: it acts on nothing that others would take over, so that they may
 
 
 UNREADABLE = Presence("", 0, 0)  # of a process that lives, perhaps, and whose entry somebody overwrote

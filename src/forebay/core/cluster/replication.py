@@ -24,6 +24,9 @@ another version stays until then: the actor may be gone before it has sent the r
 (`busy`) are left alone where they belong: they may be kept and not committed yet, and what was compared counts when
 they have ended. When all are compared the node says that it is `covered`.
 
+*Gone.* Copies whose disk failed, or that rotted, stay in the ledger: whoever keeps them says nothing of such a key if
+its actor is deposed. One that handed over, or came back, still has them until all is covered, and is asked for them.
+
 *Back.* What the actor lost while it lives (`node/engine/returns.py`) it may ask for. Of two copies of a key the one of
 the greater version counts: a former second keeps its own until lists are compared.
 
@@ -88,10 +91,12 @@ class Kept:
     def takes(self, agreed: Map, held: int, name: Name, copy: Copy) -> bool:
         """Whether to keep it, in the place of what is there; if not, the sender looks at its map, and numbers it anew.
         `held` is the sender's."""
-        if held != agreed.held or copy.actor not in agreed.holders or self.node in agreed.deposed:
+        there = self.copies.get(name)
+        again = there is not None and (there.actor, there.version) == (copy.actor, copy.version)  # its bytes are gone
+        acts = copy.actor in agreed.holders or (again and self.acts_anew(agreed, name))
+        if held != agreed.held or not acts or self.node in agreed.deposed:
             return False
         floor = max(self._floor.get(copy.actor, 0), self._floors.get((copy.actor, name), 0))
-        there = self.copies.get(name)
         if there is not None and there.actor == copy.actor:
             floor = max(floor, there.number - 1)  # the same again, whose answer was lost, is fine
         return copy.number > floor

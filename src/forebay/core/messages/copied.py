@@ -128,6 +128,17 @@ class SendBack(msgspec.Struct, frozen=True, tag=True):
     version: int
 
 
+class SendAgain(msgspec.Struct, frozen=True, tag=True):
+    """Asked of the actor, when it was deposed and another is to take this key over: send the keeper once more what it
+    kept of it. Answered when it has that. If the actor has no such version, the key is `missing`."""
+
+    bucket: str
+    key: str
+    keeper: str
+    held: int
+    version: int
+
+
 class CopiesSaid(msgspec.Struct, frozen=True):
     """`missing`: keys of which there is no copy, or of another version. `kept`: keys and versions of those there are;
     none after the last."""
@@ -136,5 +147,5 @@ class CopiesSaid(msgspec.Struct, frozen=True):
     kept: list[tuple[str, int]] = []
 
 
-CopiesAsked = CompareCopies | CompareSome | ListCopies | SendBack  # in a POST's body
+CopiesAsked = CompareCopies | CompareSome | ListCopies | SendBack | SendAgain  # in a POST's body
 CopiesCall = KeepCopy | ClearCopy | CopiesAsked

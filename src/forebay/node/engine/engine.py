@@ -176,7 +176,7 @@ class Engine:
                     self.cold.relays = Relays(self.peers)
                 self.homes = self.buckets.homes = self._know_homes(self.seat)
                 self.flusher.is_second = self.seat.is_second
-                self._keep_copies(self.seat)
+                self._keep_copies(self.seat, self.homes)
                 self.shared_buckets = await self._share_buckets(self.seat)
                 self.verbs.buckets.shared = self.work.shared = self.shared_buckets
             await self.buckets.load()
@@ -416,6 +416,7 @@ class Engine:
                 settings.advertised,
                 weight_of(self._capacity_bytes()),
                 replaced=settings.take_over,
+                hands_over=True,
                 protocol=PROTOCOL,
                 release=forebay.__version__,
             ),
@@ -465,6 +466,7 @@ class Engine:
             flusher=self.flusher,
             volumes=self.volumes,
             flush=self.flush,
+            heard=self.fronts.heard,
             is_whole=lambda: self.catching_up.is_done,
         )
 
@@ -488,7 +490,7 @@ class Engine:
 
         return is_home
 
-    def _keep_copies(self, seat: Seat) -> None:
+    def _keep_copies(self, seat: Seat, homes: Homes) -> None:
         kept = KeptCopies(
             self.node_id,
             lambda: seat.agreed,
@@ -518,8 +520,7 @@ class Engine:
             lost_after_s=self.settings.volume_lost_after_s,
         )
         self.flusher.clear, self.flusher.may_send = self.replicas.clear, self.replicas.may_send
-        if self.homes is not None:
-            self.homes.replicas = self.replicas
+        homes.replicas = self.replicas
 
     def _acts(self, until_s: float) -> None:
         if any(bucket.is_kept_twice for bucket in self.buckets.all()):
@@ -541,8 +542,7 @@ class Engine:
                 await self.jobs.start("flush", JobCall(bucket.name))
 
     async def _know_myself(self) -> str:
-        entry = await self._meta.get("node/id")
-        if entry is not None:
+        if (entry := await self._meta.get("node/id")) is not None:
             return entry.value.decode()
         node_id = self._chance.token_hex(8)
         await self._meta.put("node/id", node_id.encode())

@@ -103,7 +103,8 @@ class Replicas(Protocol):
 
 class Homes:
     """See the module's header. `peers` is None where the nodes would not know each other; `flush` makes changes of the
-    index visible; `is_whole`: all that was owed before the start is in view."""
+    index visible; `heard` returns when the fronts act on all that they were told; `is_whole`: all that was owed before
+    the start is in view."""
 
     def __init__(
         self,
@@ -119,8 +120,10 @@ class Homes:
         flusher: Flusher,
         volumes: Volumes,
         flush: Callable[[], None],
+        heard: Callable[[], Awaitable[None]],
         is_whole: Callable[[], bool],
     ) -> None:
+        seat.stand_aside, self._heard = self._stand_aside, heard
         self._seat, self._peers, self.node_id, self._clock = seat, peers, node_id, clock
         self._store, self._index, self._buckets, self._cold = store, index, buckets, cold
         self._flusher, self._volumes, self._flush, self._is_whole = flusher, volumes, flush, is_whole
@@ -216,6 +219,17 @@ class Homes:
         self._acting[name] -= 1
         if not self._acting[name]:
             del self._acting[name]
+
+    async def _stand_aside(self) -> None:
+        """Return when nothing of what is kept twice is written or flushed here any more, or after CLAIM_S: what goes on
+        then is not acknowledged, and finds other holders. Nothing begins meanwhile (`Replicas.acts`)."""
+        await self._heard()
+        until_s = self._clock.monotonic_s() + CLAIM_S
+        while self._clock.monotonic_s() < until_s:
+            twice = [bucket.name for bucket in self._buckets.all() if bucket.is_kept_twice]
+            if not any(name in twice for name, _ in self._acting) and not any(map(self._flusher.sends, twice)):
+                return
+            await asyncio.sleep(LOOKED_S)
 
     def through(self, served: Served, node: str) -> Served:
         """The bucket with that node in the backend's place."""

@@ -39,6 +39,7 @@ from forebay.core.messages.copied import (
     CopiesSaid,
     KeepCopy,
     ListCopies,
+    SendAgain,
     SendBack,
     copies_of,
     whose_copies,
@@ -63,14 +64,15 @@ log = logging.getLogger("forebay.replicas")
 
 TakesBack = Callable[[KeepCopy], Coroutine[None, None, CopiesSaid]]
 SendsBack = Callable[[str, Name, Copied, Body], Awaitable[None]]  # to this node
+SendsAgain = Callable[[SendAgain], Awaitable[CopiesSaid]]
 LISTED_MAX = 2_000  # keys of one list: 2 MB where keys are as long as they may be
 TAKEN_AT_ONCE = 32  # of what is taken over: one sync makes many of them durable, and listings wait for the last
 
 
 class KeptCopies:
     """See the module's header. `agreed` is the map that the node knows, None if it may go by none. `bring_up` restores
-    a key to view after a stop. Set `is_sure`, and `takes_back` and `sends_back`, what `returns.py` does at the other
-    end."""
+    a key to view after a stop. Set `is_sure`, and what others are told at the other end: `takes_back`, `sends_back`,
+    `sends_again`."""
 
     def __init__(
         self,
@@ -94,9 +96,11 @@ class KeptCopies:
         self._absent: set[str] = set()  # volumes on which copies are
         self._rotted: list[tuple[int, int]] = []  # how much of each volume was known to have
         self._may_be_old = store.any_missed and bool(self.ledger.copies)
+        self._old = set(self.ledger.copies) if store.any_missed else set[Name]()  # perhaps; their actors have not said
         self.is_sure: Callable[[], bool] = lambda: True  # whether all is here again that was ever found gone
         self.takes_back: TakesBack
         self.sends_back: SendsBack
+        self.sends_again: SendsAgain
 
     async def answer(self, call: CopiesCall) -> CopiesSaid:
         """What another node asks. `Busy` if this one goes by another map."""
@@ -108,6 +112,8 @@ class KeptCopies:
             return self._list(call)
         if isinstance(call, SendBack):
             return await self._send_back(call)
+        if isinstance(call, SendAgain):
+            return await self.sends_again(call)
         return await self._writes.finish(self._compare(call))
 
     def has_any(self, bucket: str) -> bool:
@@ -130,6 +136,7 @@ class KeptCopies:
                     raise other_map()
                 await self._writes.commits.commit(self._put(call, found))
                 self.ledger.keep(name, copy)
+                self._old.discard(name)
                 if self._follow().held != about.held:
                     raise other_map()
         finally:
@@ -192,7 +199,9 @@ class KeptCopies:
         missing, dropped = found
         for name in dropped if not isinstance(call, CompareSome) else ():
             await self._drop(name, self.ledger.copies.get(name))
-        gone = [name for name in listed if name not in missing and not self._is_there(name)]
+        same = [name for name in listed if name not in missing]
+        self._old.difference_update(same)
+        gone = [name for name in same if not self._is_there(name)]
         return CopiesSaid([key for _, key in (*missing, *gone)])
 
     def _list(self, call: ListCopies) -> CopiesSaid:
@@ -229,8 +238,11 @@ class KeptCopies:
 
     def _check_sure(self) -> None:
         """`Busy` while what is kept here may lack something, or be old."""
-        if self._may_be_old or not self.is_sure():
+        if not self._is_sure():
             raise Busy("this node has lost copies, which are made again first", retry_after_s=1.0)
+
+    def _is_sure(self) -> bool:
+        return not self._may_be_old and self.is_sure()
 
     def _is_there(self, name: Name) -> bool:
         """Whether the copy still is where the ledger says, and whole: its disk may have failed, or rotted."""
@@ -255,22 +267,20 @@ class KeptCopies:
         return agreed
 
     # --- what is lost ------------------------------------------------------------------------------------------------
-    def find_lost(self) -> list[Name] | None:
-        """Copies that rotted, and may be removed; None if none are gone since this was asked last, also not with a
-        volume. At the first time the copies of a volume that was away count as gone: they may be old."""
+    def find_lost(self) -> bool:
+        """Whether copies are gone that were not when this was asked last: they rotted, or went with a volume. At the
+        first time those of a volume that was away count as gone: they may be old."""
         before, self._absent = self._absent, self._absent_volumes()
         shape = [(len(volume.lost), len(volume.partly_lost)) for volume in self._store.usable()]
         shape, self._rotted = self._rotted, shape
-        rotted: list[Name] = []
+        rotted = False
         for volume in self._store.usable() if shape != self._rotted else ():
             named = [(lost.bucket, lost.key) for lost in volume.lost.values() if whose_copies(lost.bucket)]
             for place, key in [*named, *volume.partly_lost.values()]:
                 name = (whose_copies(place), key)
-                if name in self.ledger.copies and not self._is_there(name) and not self.acts_anew(name):
-                    rotted.append(name)
-        self.ledger.forget(rotted)
+                rotted |= name in self.ledger.copies and not self._is_there(name)
         is_first, self._may_be_old = self._may_be_old, False
-        return rotted if rotted or is_first or self._absent - before else None
+        return rotted or is_first or bool(self._absent - before)
 
     def _absent_volumes(self) -> set[str]:
         """Volumes that are not here, and may have copies."""
@@ -279,24 +289,37 @@ class KeptCopies:
         places = [copies_of(bucket.name) for bucket in self._buckets.all() if bucket.is_kept_twice]
         return {each.volume_id for place in places for each in self._store.owners.of_bucket(place)}
 
-    async def forget_rest(self, rotted: list[Name]) -> None:
-        """Remove what is left of rotted copies, where nothing took their place."""
-        for name in rotted:
-            async with self._writes.keeping(copies_of(name[0]), name[1]):
-                if name not in self.ledger.copies:
-                    await self._remove(name)
+    def doubtful(self, agreed: Map) -> list[tuple[Name, Copy]]:
+        """What cannot be taken over, though it is to be: it is gone, or may be old."""
+        names = self.ledger.taken_over(agreed)
+        return [(name, self.ledger.copies[name]) for name in names if name in self._old or not self._is_there(name)]
+
+    async def was_old(self, name: Name, copy: Copy) -> None:
+        """Its actor has no such version: forget it."""
+        await self._drop(name, copy)
 
     # --- taking over -------------------------------------------------------------------------------------------------
     def acts_anew(self, name: Name) -> bool:
         """Whether the copy of a key must be made this node's own before it acts on it."""
         agreed = self._agreed()
-        return agreed is not None and self.ledger.acts_anew(agreed, name)
+        return agreed is not None and (self.ledger.acts_anew(agreed, name) or self._may_be_absent(agreed, name))
+
+    def _may_be_absent(self, agreed: Map, name: Name) -> bool:
+        """Whether a copy that is to be taken over may be on a volume that is not here, and nowhere else."""
+        if not self._lacks_some(agreed) or self._store.owners.of_key(copies_of(name[0]), name[1]) is None:
+            return False
+        return self._store.owned(*name) is None and self._flusher.find(*name) is None
+
+    def _lacks_some(self, agreed: Map) -> bool:
+        """Whether what is to be taken over may be on a volume that is not here: it was not sent again since."""
+        is_due = agreed.is_taking_over and self.ledger.node in agreed.holders
+        return is_due and bool(self._store.owners) and not self._is_sure() and bool(self._absent_volumes())
 
     @property
     def waiting(self) -> bool:
         """Whether some copy is this node's own by the map, and not made so yet."""
         agreed = self._agreed()
-        return agreed is not None and bool(self.ledger.taken_over(agreed))
+        return agreed is not None and (bool(self.ledger.taken_over(agreed)) or self._lacks_some(agreed))
 
     async def take_over(self, name: Name) -> None:
         """Make the copy this node's own, if it is to be. `Unavailable` if its disk does not let it."""
@@ -308,14 +331,19 @@ class KeptCopies:
             self._bring_up(place, key)
         async with self._writes.keeping(bucket, key), self._writes.keeping(copies_of(bucket), key):
             there = self.ledger.copies.get(name)
-            if there is None or not self.acts_anew(name):
+            if not self.acts_anew(name):
                 return
             record = self._store.lookup(copies_of(bucket), key)
-            mine = self._store.owned(bucket, key) is not None or self._flusher.find(bucket, key) is not None
-            if record is None:
+            if there is None or name in self._old or not self._is_there(name):
                 self._store.check_present(copies_of(bucket), key)
                 self._store.check_lost(copies_of(bucket), key)
-                raise Unavailable(f"the copy of {bucket}/{key} cannot be read: see `forebay status`")
+                raise Unavailable(
+                    f"what this node kept of {bucket}/{key} is gone, or may be old, and the node that had it is away: "
+                    "start that again (`forebay status`)",
+                    retry_after_s=1.0,
+                )
+            mine = self._store.owned(bucket, key) is not None or self._flusher.find(bucket, key) is not None
+            assert record is not None
             if not mine:
                 change = await self._own(name, record)
                 if change is not None:

@@ -41,13 +41,13 @@ from forebay.core.cluster.records import Map
 from forebay.core.cluster.replication import Name, Sent
 from forebay.core.errors import Corrupt, ForebayError, Unavailable
 from forebay.core.messages.calls import VolumeNamed
-from forebay.core.messages.copied import ClearCopy, CompareCopies, CompareSome, Copied
+from forebay.core.messages.copied import ClearCopy, CompareCopies, CompareSome, Copied, CopiesSaid, SendAgain
 from forebay.core.record import Record, State, info_of
 from forebay.core.types import Headers, ObjectInfo
 from forebay.core.volumes import VolumeState
 from forebay.node.engine.buckets import Buckets
 from forebay.node.engine.flush.flusher import Flusher
-from forebay.node.engine.kept import LISTED_MAX, KeptCopies
+from forebay.node.engine.kept import LISTED_MAX, KeptCopies, other_map
 from forebay.node.engine.peers import Peers
 from forebay.node.engine.returns import Returns
 from forebay.node.engine.seat import Home, Seat
@@ -111,7 +111,7 @@ class Replicas:
         self._store, self._index, self._buckets, self._writes = store, index, buckets, writes
         self._flusher, self._volumes, self._flush, self._is_whole = flusher, volumes, flush, is_whole
         self.sent = Sent(node_id, store.take_id)
-        kept.is_sure = lambda: seat.all_made_again
+        kept.is_sure, kept.sends_again = lambda: seat.all_made_again, self._send_once_more
         writes.commits.on_answer = self.compare_again  # what was given up may be written now
         self._silent: set[str] = set()
         self._compared_s = clock.monotonic_s()  # when all lists were due
@@ -342,16 +342,13 @@ class Replicas:
         """Tell the cluster of copies that are gone here, for ever. Beside `tend`, which may wait long for others: who
         dies before this is told is lost."""
         while True:
-            rotted = self.kept.find_lost()
-            if rotted is None:
+            if not self.kept.find_lost():
                 if self._store.any_missed and self._seat.all_made_again:
                     self._store.any_missed = False
                 await asyncio.sleep(LOOK_S)
                 continue
             self._seat.lost_copies()
             log.info("what is kept here for other nodes may not be all, or old: they compare it")
-            with suppress(ForebayError):
-                await self.kept.forget_rest(rotted)
             await asyncio.sleep(TOLD_S)
 
     def compare_again(self) -> None:
@@ -369,7 +366,7 @@ class Replicas:
                 await self.returns.volumes(agreed, self._twice())
                 await self._forget_all()
             return
-        await self.kept.take_all_over()
+        await self._take_all_over(agreed)
         buckets = self._twice()
         if not buckets or self.node_id not in agreed.holders or self._seat.agreed is not agreed:
             return
@@ -387,6 +384,33 @@ class Replicas:
             self._silent.discard(node)
         if self.sent.covered(agreed, self._seat.alive) and not self.kept.waiting:
             self._seat.covered(agreed.due)
+
+    async def _take_all_over(self, agreed: Map) -> None:
+        """What cannot be is refused, and tried again; this node's own copies do not wait for it."""
+        if self.kept.waiting:
+            await self.returns.copies(agreed)
+            try:
+                await self.kept.take_all_over()
+            except ForebayError as error:
+                log.warning("not all is taken over yet: %s", error.message)
+
+    async def _send_once_more(self, call: SendAgain) -> CopiesSaid:
+        """Of what this node had when it was taken over: others may lack it."""
+        name = (call.bucket, call.key)
+        async with self._writes.lock(*name):
+            agreed = self._seat.agreed
+            if agreed is None or agreed.held != call.held or not self.is_deposed or not self._is_whole():
+                raise other_map()
+            copy = self._of_store(name)
+            if copy is None or copy.about.version != call.version:
+                self._check_whole(name)
+                return CopiesSaid([call.key])
+            try:
+                async with asyncio.timeout(PATIENCE_S + copy.body.size_bytes / BYTES_S):
+                    await self._send(agreed, call.keeper, name, copy)
+            except TimeoutError as error:
+                raise Unavailable(f"node {call.keeper} does not answer") from error
+        return CopiesSaid()
 
     def _twice(self) -> list[str]:
         return [bucket.name for bucket in self._buckets.all() if bucket.is_kept_twice]

@@ -45,6 +45,7 @@ from forebay.core.messages.copied import (
     CopiesSaid,
     KeepCopy,
     ListCopies,
+    SendAgain,
     SendBack,
     copies_of,
 )
@@ -106,6 +107,7 @@ class Returns:
         self._seat, self._node_id, self._clock = seat, node_id, clock
         self._peers, self._home_of, self._came_back = peers, home_of, came_back
         self._store, self._buckets, self._writes, self._volumes = store, buckets, writes, volumes
+        self._kept = kept
         self._lost_after_s = lost_after_s
         self._awaited: set[tuple[Name, int]] = set()  # what a node was asked for, and has not answered
         self._asked: dict[tuple[Name, int], float] = {}  # when an object may be asked for again
@@ -174,6 +176,20 @@ class Returns:
             if await self._came(agreed, name, version, second):
                 log.warning("%s/%s was lost here, and came back from node %s", *name, second)
             elif self._seat.agreed is not agreed or second not in self._seat.alive:
+                return
+
+    async def copies(self, agreed: Map) -> None:
+        """Have nodes that were deposed, and live, send once more what cannot be taken over: it is gone, or may be old.
+        What goes wrong with that is logged, and tried again."""
+        for name, copy in self._kept.doubtful(agreed):
+            if copy.actor not in self._seat.alive:
+                continue
+            call = SendAgain(*name, self._node_id, agreed.held, copy.version)
+            try:
+                if (await self._peers().ask_copies(self._home_of(copy.actor), call)).missing:
+                    await self._kept.was_old(name, copy)
+            except ForebayError as error:
+                log.warning("%s/%s is not sent again by node %s yet: %s", *name, copy.actor, error.message)
                 return
 
     async def volumes(self, agreed: Map, buckets: list[str]) -> None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, NamedTuple
 
@@ -44,9 +44,12 @@ from forebay.core.cluster.membership import (
     Released,
     Settle,
     Settled,
+    StandAside,
+    StoodAside,
     Told,
     Write,
 )
+from forebay.core.cluster.next_map import hands_over
 from forebay.core.cluster.records import (
     ID,
     NODES,
@@ -120,7 +123,8 @@ def weight_of(capacity_bytes: int) -> float:
 
 class Seat:
     """See the module's header. `memory` is the node's own store, `place` names its directory on this machine since its
-    boot, `owes` says how many bytes only this node has, `changed` hears when `away` does, `acts` of `acts_until_s`."""
+    boot, `owes` says how many bytes only this node has, `changed` hears when `away` does, `acts` of `acts_until_s`.
+    Set `stand_aside`: it returns when nothing is under way any more that began before `acts_until_s` was 0."""
 
     def __init__(
         self,
@@ -158,6 +162,7 @@ class Seat:
         self._outlived_s = 0.0  # Unix time; others may have gone on without what was acknowledged here before
         self.away = ""  # why clients should go to another node; "" if they need not
         self.left: Callable[[str], None] = lambda node: None  # hears of each node whose process lives no more
+        self.stand_aside: Callable[[], Awaitable[None]]
 
     def start(self) -> None:
         """Begin; it goes on in the background, whatever the store does."""
@@ -445,7 +450,12 @@ class Seat:
         if state == "maintenance" and known is not None and node in known.owners:
             return "gives its keys away"
         if known is not None and node in known.deposed:
-            return "was taken over; forgets what it had when the others have that twice"
+            how = "has handed over what only it had" if state == "leaving" else "was taken over"
+            return f"{how}; forgets it when the others have it twice"
+        if known is not None and node in known.holders and hands_over(machine.nodes, known, node):
+            if present is not None and present.aside % 2:
+                return "hands over what only it has"
+            return "serves what only it has, and hands it over when all of that is on two nodes"
         if present is not None and not self._keeps_twice(node, present):
             if known is not None and len(known.holders) == 1:
                 return "serves its keys; what no backend has is here alone until another node holds keys"
@@ -565,6 +575,8 @@ class Seat:
                 match effect:
                     case Settle(epoch):
                         events.append(Settled(epoch))  # what asks `member` asks again at its end, and nothing else acts
+                    case StandAside(turn):
+                        self._spawn(self._stand_aside(turn))
                     case Write() if self._wrong:
                         events.append(Answered(0))
                     case Write():
@@ -582,6 +594,10 @@ class Seat:
             word = "active" if machine.map.active else "preparing"
             log.info("map %d is %s: %s", machine.map.epoch, word, ", ".join(machine.map.owners) or "nobody")
         self._tell()
+
+    async def _stand_aside(self, turn: int) -> None:
+        await self.stand_aside()
+        self._step(StoodAside(turn))
 
     async def _write(self, write: Write) -> None:
         revision = -1

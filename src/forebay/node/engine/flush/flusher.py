@@ -344,6 +344,11 @@ class Flusher:
             found.append((keys[index], of.debts[keys[index]].note))
         return found
 
+    def sends(self, bucket: str) -> bool:
+        """Whether something of the bucket is on its way to the backend."""
+        of = self._of.get(bucket)
+        return of is not None and bool(of.flights)
+
     def totals(self, bucket: str) -> Totals:
         """What the bucket owes now."""
         of = self._of.get(bucket)
