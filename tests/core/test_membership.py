@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 
 import msgspec
@@ -23,6 +24,8 @@ from forebay.core.cluster.membership import (
     Released,
     Settle,
     Settled,
+    StandAside,
+    StoodAside,
     Told,
     Write,
 )
@@ -30,6 +33,7 @@ from forebay.core.cluster.mirror import Mirror
 from forebay.core.cluster.next_map import HOLDS_AFTER_S
 from forebay.core.cluster.records import (
     ALIVE,
+    LOCAL_TWICE,
     MAP,
     NODES,
     PAST_MAX,
@@ -68,6 +72,8 @@ class Town:
         self.owing: set[str] = set()
         self.keeping: set[str] = set()  # what is at home elsewhere
         self.copying: set[str] = set()  # what it alone has lies on another node too, by the map that it knows
+        self.busy: set[str] = set()  # what is under way there does not end
+        self.turns: dict[str, int] = {}  # of standing aside, there
         self.agreed.told.append(lambda changes: self.maps.extend(self._maps(changes)))
 
     @staticmethod
@@ -78,9 +84,11 @@ class Town:
             if key == MAP and value not in (None, NONSENSE)
         ]
 
-    def start(self, name: str, weight: float = 1.0, incarnation: str = "", protocol: int = 1) -> Membership:
-        kept = {"back": "written back" + TWICE}
-        record = NodeRecord(name, weight, buckets=kept, replaced=True, protocol=protocol)
+    def start(
+        self, name: str, weight: float = 1.0, incarnation: str = "", protocol: int = 1, *, local: str = ""
+    ) -> Membership:
+        kept = {"back": "written back" + TWICE, **({"own": local} if local else {})}
+        record = NodeRecord(name, weight, buckets=kept, replaced=True, protocol=protocol, hands_over=True)
         membership = Membership(name, incarnation or f"{name}.{self.now_s}", record, LeaseHold(TTL_S))
         self.nodes[incarnation or name] = Node(membership)
         return membership
@@ -124,6 +132,10 @@ class Town:
         for effect in node.membership.step(self.now_s, event):
             if isinstance(effect, Settle):
                 self._step(node, Settled(effect.epoch))
+            elif isinstance(effect, StandAside):
+                self.turns[node.membership.node] = effect.turn
+                if node.membership.node not in self.busy:
+                    self._step(node, StoodAside(effect.turn))
             else:
                 self._step(node, Answered(self._write(effect)))
         node.membership.check()
@@ -472,6 +484,154 @@ def test_a_node_drains_when_it_owes_nothing_and_not_before() -> None:
     town.want("a", "active")
     town.quiet()
     assert sorted(town.map.owners) == ["a", "b"]
+
+
+def local_town(names: str = "abc", local: str = LOCAL_TWICE) -> Town:
+    """Nodes with local objects, all of which lie on two of them."""
+    town = Town()
+    town.copying, town.owing = set(names), set(names)
+    for name in names:
+        town.start(name, local=local)
+    town.quiet()
+    assert town.map.is_covered
+    return town
+
+
+def test_a_node_with_local_objects_hands_them_over_and_goes() -> None:
+    town = local_town()
+    before, node = town.map, town.nodes["a"].membership
+    town.busy.add("a")
+    town.want("a", "draining")
+    town.quiet()
+    assert (sorted(town.map.owners), sorted(town.map.holders)) == (["b", "c"], ["a", "b", "c"])
+    assert node.member(town.now_s), "what is under way may be acknowledged"
+    assert not node.acts_until_s(town.now_s), "and nothing begins"
+    town.copying = {"b"}
+    town.keeping.add("a")
+    town.step("a", StoodAside(town.turns["a"]))
+    assert not node.member(town.now_s)
+    town.quiet()
+    assert (sorted(town.map.holders), town.map.deposed, town.map.past) == (["b", "c"], ("a",), ())
+    for key in KEYS:
+        home = before.holder("b", key)
+        assert town.map.holder("b", key) == (before.second("a", "b", key) if home == "a" else home)
+    town.copying = {"b", "c"}
+    town.quiet()
+    assert town.map.is_covered
+    assert node.state("a") == "leaving", "it has forgotten nothing"
+    town.keeping.clear()
+    town.quiet()
+    assert town.map.deposed == ()
+    assert node.state("a") == "leaving", "it owes something still"
+    town.owing.remove("a")
+    town.quiet()
+    assert node.state("a") == "gone"
+    town.want("a", "active")
+    town.copying.add("a")
+    town.quiet(20.0)
+    assert sorted(town.map.holders) == ["a", "b", "c"]
+    assert node.acts_until_s(town.now_s)
+    assert node.member(town.now_s)
+
+
+def test_who_is_taken_back_acts_again_when_nobody_can_take_it_over_any_more() -> None:
+    town = local_town()
+    node = town.nodes["b"].membership  # A writes maps
+    town.busy.add("b")
+    town.want("b", "draining")
+    town.quiet()
+    town.step("b", StoodAside(town.turns["b"]))
+    assert not node.member(town.now_s)
+    aside = town.agreed.revision
+    town.want("b", "active")
+    entries = town.agreed.under(PREFIX)
+    changes = town.nodes["b"].mirror.listed(entries, town.agreed.revision)
+    written: list[Write] = []
+    for effect in node.step(town.now_s, Told(tuple(changes), town.agreed.revision)):
+        assert isinstance(effect, Write)
+        written.append(effect)
+    assert not node.acts_until_s(town.now_s), "the others know that it stands aside, and nothing else"
+    assert not node.member(town.now_s)
+    town.step("b", Answered(town._write(written[0])))
+    town.quiet()
+    assert town.agreed.entries[ALIVE + "b"].revision > aside
+    assert node.acts_until_s(town.now_s)
+    assert node.member(town.now_s)
+    assert (sorted(town.map.holders), town.map.deposed) == (["a", "b", "c"], ())
+
+    # by what A was told before, no map can be written
+    town.want("b", "draining")
+    town.quiet()
+    turn = town.turns["b"]
+    town.want("b", "active")
+    town.quiet()
+    town.step("b", StoodAside(turn))
+    assert node.member(town.now_s), "what was asked before it was taken back counts for nothing"
+
+
+@pytest.mark.parametrize(
+    ("why", "change"),
+    [
+        ("some of it lies on one node alone", lambda town: town.copying.remove("c")),
+        ("a bucket is kept once", lambda town: town.nodes["a"].membership.keeps({"own": LOCAL_TWICE, "one": "local"})),
+        ("there is no local bucket", lambda town: town.nodes["a"].membership.keeps({"back": "back" + TWICE})),
+        ("nobody stays", lambda town: [town.want(name, "draining") for name in "bc"]),
+        ("it is of a release that hands nothing over", lambda town: forget_how(town, "a")),
+    ],
+)
+def test_nobody_hands_over_where_that_would_lose_something_or_is_not_needed(why: str, change: Callable) -> None:
+    town = local_town()
+    change(town)
+    if why.startswith("some"):
+        town.step("c", Lost())
+    town.keeping.add("a")
+    town.want("a", "draining")
+    town.quiet()
+    if why.startswith("some"):
+        assert "a" in town.map.holders, "it has what others may lack"
+        assert town.nodes["a"].membership.acts_until_s(town.now_s), "and serves it"
+        town.copying.add("c")
+        town.quiet()
+        assert town.map.deposed == ("a",)
+    else:
+        assert "a" not in town.map.holders
+        assert town.map.deposed == ()
+        assert town.map.past, "it is asked for what it has"
+
+
+def forget_how(town: Town, name: str) -> None:
+    record = msgspec.structs.replace(town.nodes[name].membership._record, hands_over=False)
+    town.nodes[name].membership._record = record
+
+
+def test_a_node_that_dies_while_it_waits_to_hand_over_is_taken_over() -> None:
+    town = local_town()
+    town.busy.add("a")
+    town.want("a", "draining")
+    town.quiet()
+    town.stop("a")
+    town.quiet()
+    assert town.map.deposed == ("a",)
+    town.quiet()
+    town.keeping.clear()
+    back = town.start("a", local=LOCAL_TWICE)
+    town.owing.remove("a")
+    town.quiet()
+    assert town.map.is_covered
+    assert back.state("a") == "gone", "it has forgotten all, and was to go"
+
+
+def test_two_who_are_drained_at_once_hand_over_one_after_the_other() -> None:
+    town = local_town("abcd")
+    for name in "ab":
+        town.want(name, "draining")
+    town.quiet()
+    town.owing -= {"a", "b"}
+    seen = {each.deposed for each in town.maps}
+    town.quiet(10.0)
+    assert max(len(each) for each in seen) == 1
+    assert sorted(town.map.holders) == ["c", "d"]
+    assert {town.nodes["c"].membership.state(name) for name in "ab"} == {"gone"}
 
 
 def test_a_node_whose_record_is_gone_or_says_nonsense_owns_nothing() -> None:

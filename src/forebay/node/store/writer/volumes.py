@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 
 from forebay.core.errors import Corrupt, Invalid, ObjectLost, Unavailable, VolumeMissing
+from forebay.core.messages.copied import whose_copies
 from forebay.core.messages.wire import VolumeAt
 from forebay.core.quantity import counted
 from forebay.core.ranges import absent_runs, run_bytes
@@ -145,7 +146,7 @@ class VolumeSet(Whereabouts[Volume]):
         """`VolumeMissing` if a volume that cannot be read may have the only copy of the key. `Unavailable` if a stalled
         one does, or if a change of the key waits for its disk: look-ups see it, and fronts do not."""
         if self.owners and (absent := self.owners.of_key(bucket, key)) is not None:
-            raise missing(absent, f"{bucket}/{key}")
+            raise missing(absent, f"{whose_copies(bucket) or bucket}/{key}")
         self.check_in_use(bucket, key)
 
     def check_in_use(self, bucket: str, key: str) -> None:

@@ -1,0 +1,206 @@
+"""What is to be taken over, and is gone or may be old: it is refused until the node that had it has said."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from forebay.core.cluster.records import Map
+from forebay.core.errors import ForebayError, Unavailable
+from forebay.core.messages.calls import PutCall
+from forebay.core.messages.copied import CompareCopies, CopiesSaid, SendAgain, copies_of
+from forebay.node.engine.kept import KeptCopies
+from forebay.node.engine.returns import Returns
+
+from .conftest import Rig
+from .conftest import rig as rigged_at
+from .test_lost_copies import KEYS, OWN, fail, kept_copies, sent, two_disks
+from .test_replicas import beside_another
+
+__all__ = ["two_disks"]
+Rigged = Callable[..., None]
+
+
+def taking_over(rig: Rig, held: int = 2) -> Map:
+    """The map by which what "gone" had is this node's."""
+    alone = {rig.engine.node_id: 1.0}
+    return Map(held, True, alone, alone, alone, held=held, covered=held - 1, deposed=("gone",))
+
+
+def both_hold(rig: Rig) -> Map:
+    both = {rig.engine.node_id: 1.0, "gone": 1.0}
+    return Map(1, True, both, both, both, held=1, covered=1)
+
+
+def returns_of(rig: Rig, kept: KeptCopies, agreed: Map, says: Callable[[SendAgain], Any]) -> Returns:
+    """What asks the deposed node, which lives."""
+
+    async def ask(home: str, call: SendAgain) -> CopiesSaid:
+        return await says(call)
+
+    seat: Any = SimpleNamespace(agreed=agreed, alive={"gone": None})
+    peers: Any = SimpleNamespace(ask_copies=ask)
+    engine = rig.engine
+    return Returns(
+        seat, engine.node_id, engine.clock, kept, peers=lambda: peers, home_of=lambda node: node,  # type: ignore
+        came_back=lambda node: None, store=engine.store, buckets=engine.buckets, writes=engine.writes,
+        volumes=engine.volumes, lost_after_s=0.0,
+    )  # fmt: skip
+
+
+def told(number: int, call: SendAgain, body: bytes) -> Any:
+    again = sent(call.key, number, call.version, body)
+    return msgspec.structs.replace(again, about=msgspec.structs.replace(again.about, held=call.held))
+
+
+def test_copies_that_a_disk_brings_back_wait_for_their_actors_word(tmp_path: Path, two_disks: tuple[str, str]) -> None:
+    """Two nodes stopped, and one comes back with a disk that was away: what it kept there may have been cleared."""
+
+    async def before(rig: Rig) -> tuple[str, str]:
+        engine = rig.engine
+        await engine.buckets.put(OWN)
+        kept, disk = kept_copies(rig, lambda: both_hold(rig)), engine.store.usable()[0].id
+        current, old = [key for key in KEYS if engine.store.volume_of(copies_of("own"), key) == disk][:2]
+        for key in (current, old):
+            await kept.answer(sent(key, 10, 5, b"kept"))
+        fail(rig, disk)
+        return current, old
+
+    async def after(rig: Rig, current: str, old: str) -> None:
+        agreed = taking_over(rig)
+        kept = kept_copies(rig, lambda: agreed)
+        assert {name for name, _ in kept.doubtful(agreed)} == {("own", current), ("own", old)}
+        for key in (current, old):
+            assert kept.acts_anew(("own", key)), "nobody acts on it as it is"
+            with pytest.raises(Unavailable, match="may be old"):
+                await kept.take_over(("own", key))
+        assert kept.waiting
+
+        async def says(call: SendAgain) -> CopiesSaid:
+            if call.key == old:
+                return CopiesSaid([old])
+            await kept.answer(told(30, call, b"kept"))
+            return CopiesSaid()
+
+        await returns_of(rig, kept, agreed, says).copies(agreed)
+        await kept.take_all_over()
+        record = rig.engine.store.owned("own", current)
+        assert record is not None
+        assert record.inline == b"kept"
+        assert rig.engine.store.owned("own", old) is None
+        assert not kept.waiting
+
+    async def story() -> None:
+        async with rigged_at(tmp_path / "node", volumes=two_disks) as first:
+            names = await before(first)
+        async with rigged_at(tmp_path / "node", volumes=two_disks) as second:
+            await after(second, *names)
+
+    asyncio.run(story())
+
+
+def test_an_actors_list_says_that_what_a_disk_brought_back_is_current(
+    tmp_path: Path, two_disks: tuple[str, str]
+) -> None:
+    async def before(rig: Rig) -> str:
+        await rig.engine.buckets.put(OWN)
+        kept, disk = kept_copies(rig, lambda: both_hold(rig)), rig.engine.store.usable()[0].id
+        key = next(key for key in KEYS if rig.engine.store.volume_of(copies_of("own"), key) == disk)
+        await kept.answer(sent(key, 10, 5, b"kept"))
+        fail(rig, disk)
+        return key
+
+    async def after(rig: Rig, key: str) -> None:
+        maps = [both_hold(rig)]
+        kept = kept_copies(rig, lambda: maps[-1])
+        said = await kept.answer(CompareCopies("own", "gone", 20, 1, [(key, 5)]))
+        assert said.missing == []
+        maps.append(taking_over(rig))
+        await kept.take_over(("own", key))
+        assert rig.engine.store.owned("own", key) is not None
+
+    async def story() -> None:
+        async with rigged_at(tmp_path / "node", volumes=two_disks) as first:
+            key = await before(first)
+        async with rigged_at(tmp_path / "node", volumes=two_disks) as second:
+            await after(second, key)
+
+    asyncio.run(story())
+
+
+def test_what_may_be_on_a_disk_that_is_not_here_is_refused_until_it_is(
+    tmp_path: Path, two_disks: tuple[str, str]
+) -> None:
+    """The node started without a disk, and what it is to take over was on it, perhaps: it knows of no name."""
+
+    async def before(rig: Rig) -> tuple[str, str]:
+        await rig.engine.buckets.put(OWN)
+        kept, disk = kept_copies(rig, lambda: both_hold(rig)), rig.engine.store.volume_at(copies_of("own"), KEYS[0])
+        assert disk is not None
+        await kept.answer(sent(KEYS[0], 10, 5, b"kept"))
+        other = next(
+            key
+            for key in KEYS
+            if rig.engine.store.volume_of(copies_of("own"), key) != disk.id
+            and rig.engine.store.volume_of("own", key) != disk.id
+        )
+        return disk.path, other
+
+    async def after(rig: Rig, other: str) -> None:
+        maps = [taking_over(rig)]
+        kept = kept_copies(rig, lambda: maps[-1])
+        kept.is_sure = lambda: maps[-1].covered > 1
+        assert ("own", KEYS[0]) not in kept.ledger.copies
+        assert kept.waiting, "listings are refused, and not all is covered"
+        assert kept.acts_anew(("own", KEYS[0]))
+        with pytest.raises(ForebayError, match="own/key-00: the only copy may be on volume"):
+            await kept.take_over(("own", KEYS[0]))
+        await rig.engine.writes.put(PutCall("own", other, 4, body=b"here"))
+        assert not kept.acts_anew(("own", other)), "it is this node's already"
+        maps.append(msgspec.structs.replace(maps[-1], covered=2))
+        assert not kept.acts_anew(("own", KEYS[0])), "all was made again"
+        assert not kept.waiting
+
+    async def story() -> None:
+        async with rigged_at(tmp_path / "node", volumes=two_disks) as first:
+            path, other = await before(first)
+        shutil.move(path, f"{path}.away")
+        async with rigged_at(tmp_path / "node", volumes=two_disks) as second:
+            await after(second, other)
+
+    asyncio.run(story())
+
+
+def test_a_node_that_was_taken_over_sends_what_others_lack_and_nothing_else(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        replicas, other = beside_another(rig)
+        await rig.engine.buckets.put(OWN)
+        await rig.engine.writes.put(PutCall("own", "key", 5, body=b"acked"))
+        record = rig.engine.store.owned("own", "key")
+        assert record is not None
+        other.kept.clear()
+        before, me = replicas._seat.agreed, rig.engine.node_id
+        assert before is not None
+        call = SendAgain("own", "key", "other", 2, record.object_id)
+        with pytest.raises(ForebayError, match="different maps"):
+            await replicas._send_once_more(call)
+        one = {"other": 1.0}
+        replicas._seat.agreed = Map(2, True, one, one, one, held=2, covered=1, deposed=(me,))  # type: ignore[misc]
+        assert (await replicas._send_once_more(call)).missing == []
+        assert other.kept["key"][1] == b"acked"
+        other.kept.clear()
+        for wrong in (
+            msgspec.structs.replace(call, version=record.object_id + 1),
+            msgspec.structs.replace(call, key="other"),
+        ):
+            assert (await replicas._send_once_more(wrong)).missing == [wrong.key]
+        assert other.kept == {}
+
+    rigged(story)
