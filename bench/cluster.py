@@ -55,9 +55,12 @@ class Cluster:
         environment: Mapping[str, str] | None = None,
         takes_over: bool = False,
         capacity_bytes: int = 64 << 30,
+        settings: str = "",
+        volumes: Callable[[str], Sequence[Path]] = lambda host: (),
     ) -> None:
         """`environment`: variables of the nodes beside this process's own. `takes_over`: others act for a node that is
-        silent, if all buckets have two copies. `capacity_bytes` is each node's."""
+        silent, if all buckets have two copies. `capacity_bytes` is each node's. `settings`: more lines of its file;
+        `volumes` makes the disks of a host."""
         self.box, self._up_bit_s, self._fronts = box, up_bit_s, fronts
         self._capacity_bytes = capacity_bytes
         self._environment = ("env", *(f"{name}={value}" for name, value in (environment or {}).items()))
@@ -73,7 +76,8 @@ class Cluster:
         self._key.write_text("a key that all nodes of this box have, and nobody else")
         self._key.chmod(0o600)
         self._config = box.dir / "node.toml"
-        self._config.write_text(f"lease = {lease_s}\ntake_over = {'true' if takes_over else 'false'}\n")
+        self._config.write_text(f"lease = {lease_s}\ntake_over = {'true' if takes_over else 'false'}\n{settings}")
+        self._volumes = volumes
         box.start(*self.etcd.members, self.bucket)
         self.bucket.create_bucket(BUCKET)
         self.grow(count)
@@ -86,7 +90,10 @@ class Cluster:
             self._made += 1
             host = self.box.host(f"node{self._made}", up_bit_s=self._up_bit_s)
             self.hosts.append(host)
-            node = Node(fronts=self._fronts, capacity_bytes=self._capacity_bytes, signed=True, options=options)
+            disks = [word for path in self._volumes(host.name) for word in ("--volume", str(path))]
+            node = Node(
+                fronts=self._fronts, capacity_bytes=self._capacity_bytes, signed=True, options=(*options, *disks)
+            )
             self.nodes.append(host.place(node))
             node.within += self._environment
         self.box.start(*self.nodes[len(self.nodes) - count :])

@@ -22,10 +22,11 @@ def test_what_fails_while_lists_are_compared_is_compared_again() -> None:
     write = sent.begin(("own", "key"))
     sent.failed("there")
     sent.end(write)
-    assert sent.compared("there", mark, busy)
+    assert sent.have_ended(busy)
+    sent.compared("there", mark)
     assert sent.to_compare(AGREED, ALIVE) == "there"
     assert not sent.covered(AGREED, ALIVE)
-    assert sent.compared("there", sent.mark(AGREED, ALIVE, "there"), sent.busy)
+    sent.compared("there", sent.mark(AGREED, ALIVE, "there"))
     assert sent.to_compare(AGREED, ALIVE) is None
     assert sent.covered(AGREED, ALIVE)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -21,12 +18,11 @@ from tests.node.test_cluster import cluster_of
 from tests.node.test_copies_kept import agreed, keep_nothing_once, kept, kill, read, twice, until_covered, written
 from tests.node.test_homes import SOON, Cluster, client
 from tests.patience import until
-from tests.storm.weather import mount_disk
+from tests.storm.weather import fail_now, mount_disk
 
 pytestmark = pytest.mark.real
 Make = Callable[..., NodeProcess]
 BODIES = {f"key-{number}": pattern(900 + number * number * 4000, number) for number in range(24)}
-EXT4_SHUTDOWN, WITHOUT_ITS_LOG = 0x8004587D, 2  # EXT4_IOC_SHUTDOWN, EXT4_GOING_FLAGS_NOLOGFLUSH of Linux
 GONE = [f"key-{number}" for number in range(3)]
 
 
@@ -158,15 +154,6 @@ def disks(tmp_path: Path) -> Iterator[list[Path]]:
     finally:
         for path in paths:
             subprocess.run(["umount", "-l", str(path)], check=False, capture_output=True)
-
-
-def fail_now(disk: Path) -> None:
-    """Every read and write of the disk is an error from now on, as where a device is gone."""
-    folder = os.open(disk, os.O_RDONLY)
-    try:
-        fcntl.ioctl(folder, EXT4_SHUTDOWN, struct.pack("I", WITHOUT_ITS_LOG))
-    finally:
-        os.close(folder)
 
 
 def test_a_disk_that_fails_under_a_node_takes_nothing_of_others_along(

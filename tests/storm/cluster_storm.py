@@ -69,6 +69,8 @@ def storm(
                     print(f"    {crew.board.answered} answers, {crew.board.unsure} calls without one", flush=True)
         except (AssertionError, ServerFailed) as error:
             raise Wrong(f"seed {seed}: {error}\n{_told(fleet)}") from error
+        finally:
+            fleet.close()
         return crew.board.told()
 
 

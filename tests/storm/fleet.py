@@ -19,6 +19,7 @@ import contextlib
 import http.client
 import random
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -39,12 +40,15 @@ from forebay.core.types import FRESH_IMMUTABLE, LOCAL_URL, Bucket, WriteMode
 from forebay.sim.clients import Answer
 from tests.patience import PATIENCE_S, until
 from tests.storm.judging import Ask
+from tests.storm.weather import fail_now, mount_disk
 
 LEASE_S = 4.0
 NODES_MIN, NODES_MAX = 3, 5
 LOOKED_AT = 24  # keys that show whether all is served: one of each node's, whoever is in its place, is among them
 CALL_TIMEOUT_S = 15.0
-LEAVES_WITHIN_S = 6.0  # a node that is drained and has local data stays: nobody waits longer to see that
+LEAVES_WITHIN_S = 6.0  # a node that is drained and has local data once stays: nobody waits longer to see that
+LOST_AFTER_S = 2.0  # a disk that failed is not waited for any longer
+DISK_BYTES = 256 << 20
 MODES: dict[str, WriteMode] = {"back": "back", "local": "local"}
 REPOSITORY = Path(__file__).resolve().parents[2]
 PLANTING = "from tests.storm.cluster_plants import plant_as_told\nplant_as_told()\n"
@@ -82,7 +86,17 @@ class Fleet:
         if plant:
             (box.dir / "sitecustomize.py").write_text(PLANTING)
             environment = {"PYTHONPATH": f"{box.dir}:{REPOSITORY}", "FOREBAY_PLANT": plant}
-        self.cluster = Cluster(box, NODES_MIN, lease_s=LEASE_S, environment=environment, takes_over=takes_over)
+        self._disks = contextlib.ExitStack()
+        self.disks: dict[str, list[Path]] = {}  # of each host
+        self.cluster = Cluster(
+            box,
+            NODES_MIN,
+            lease_s=LEASE_S,
+            environment=environment,
+            takes_over=takes_over,
+            settings=f"volume_lost_after = {LOST_AFTER_S}\n",
+            volumes=self._make_disks if takes_over else lambda host: (),
+        )
         self.seaweed = self.cluster.bucket
         self.gate = box.hosts["bucket"].place(Gate(self.seaweed))
         box.start(self.gate)
@@ -104,6 +118,25 @@ class Fleet:
                 copies = 2 if self.takes_over else 1
                 bucket = Bucket(name, place[0], FRESH_IMMUTABLE, options=place[1], write=MODES[kind], copies=copies)
                 client.bucket_put(bucket)
+
+    # --- disks -------------------------------------------------------------------------------------------------------
+    def _make_disks(self, host: str) -> list[Path]:
+        """Two disks of a host, of which one may fail: what nodes keep twice survives that."""
+        found = self.disks[host] = [self.box.dir / f"{host}-disk-{number}" for number in range(2)]
+        for path in found:
+            path.mkdir()
+            mount_disk(path, DISK_BYTES)
+            self._disks.callback(subprocess.run, ["umount", "--lazy", str(path)], check=False, capture_output=True)
+        return found
+
+    def replace_disk(self, path: Path) -> None:
+        """An empty disk in its place, which the node takes at its next start."""
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+        mount_disk(path, DISK_BYTES)
+
+    def close(self) -> None:
+        """Give the disks back; the box ends all else."""
+        self._disks.close()
 
     # --- what clients and the judge ask ------------------------------------------------------------------------------
     def ask(self, method: str, target: str, headers: dict[str, str], body: bytes | None) -> Answer:
@@ -310,6 +343,19 @@ def killed(fleet: Fleet, chance: random.Random) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def booted(fleet: Fleet, chance: random.Random) -> Iterator[None]:
+    """As `killed`; nothing more is promised, since what another node had may be taken over just now."""
+    (host,) = fleet.hosts_of(chance, 1)
+    host.kill()
+    until(lambda: not fleet.on_its_way(), "what it had sent has arrived")
+    try:
+        yield
+        last_s(chance, *chance.choice([(0.0, 1.0), (LEASE_S, 2 * LEASE_S)]))
+    finally:
+        host.restart()
+
+
+@contextlib.contextmanager
 def paused(fleet: Fleet, chance: random.Random) -> Iterator[None]:
     """One node's processes stand still: for a moment, or beyond its lease."""
     (host,) = fleet.hosts_of(chance, 1)
@@ -418,14 +464,54 @@ def drained(fleet: Fleet, chance: random.Random) -> Iterator[None]:
     node = chance.choice(fleet.cluster.nodes)
     fleet.wish(node, "draining")
     yield
-    with contextlib.suppress(AssertionError):
-        until(lambda: fleet.state_of(node) == "gone", timeout_s=LEAVES_WITHIN_S if "local" in fleet.kinds else 60.0)
+    stays = "local" in fleet.kinds and not fleet.takes_over
+    with contextlib.suppress(AssertionError) if stays else contextlib.nullcontext():
+        until(lambda: fleet.state_of(node) == "gone", "it goes", timeout_s=LEAVES_WITHIN_S if stays else PATIENCE_S)
     if fleet.state_of(node) == "gone":
         fleet.open_nodes = [each for each in fleet.cluster.nodes if each is not node]
         last_s(chance, 0.0, 1.0)
         fleet.cluster.remove(node)
     else:
         fleet.wish(node, "active")
+
+
+@contextlib.contextmanager
+def wavering(fleet: Fleet, chance: random.Random) -> Iterator[None]:
+    """A node is drained and taken back at any moment, while something happens to it, or to another."""
+    if len(fleet.cluster.nodes) <= NODES_MIN:
+        fleet.join()
+    node = chance.choice(fleet.cluster.nodes)
+    fleet.wish(node, "draining")
+    other = chance.choice([booted, paused, parted, alone, unagreed])
+    last_s(chance, 0.0, 2.0)
+    with other(fleet, chance):
+        yield
+        last_s(chance, 0.0, 2.0)
+    fleet.wish(node, "active")
+
+
+@contextlib.contextmanager
+def failing(fleet: Fleet, chance: random.Random) -> Iterator[None]:
+    """A disk of one node fails for good, and each read and write of it. Once the node does without, it is replaced."""
+    whole = [(node, host) for node, host in zip(fleet.cluster.nodes, fleet.cluster.hosts, strict=True)]
+    node, host = chance.choice(whole)
+    disks = fleet.disks.get(host.name, [])
+    if len(volumes_of(node)) < 2 or len(disks) < 2:  # it has not started since one failed
+        with killed(fleet, chance):
+            yield
+        return
+    disk = chance.choice(disks)
+    fail_now(disk)
+    yield
+    until(lambda: volumes_of(node) == {str(each) for each in disks if each != disk}, "the node does without its disk")
+    fleet.replace_disk(disk)
+
+
+def volumes_of(node: Node) -> set[str]:
+    """The disks that it uses, or waits for."""
+    with contextlib.suppress(ForebayError), node.client() as client:
+        return {each.path for each in client.status().volumes if each.state in ("ok", "full") or each.owed_buckets}
+    return set()
 
 
 FAULTS: dict[str, Fault] = {
@@ -440,4 +526,6 @@ FAULTS: dict[str, Fault] = {
     "quorum": quorum,
     "join": joined,
     "drain": drained,
+    "waver": wavering,
+    "disk": failing,
 }

@@ -9,6 +9,7 @@ with ext4 as well. Where they cannot be had, these faults do not strike, and the
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import http.client
 import itertools
@@ -17,6 +18,7 @@ import random
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import threading
 import time
@@ -37,6 +39,7 @@ from tests.storm.judging import MIB, stalled
 KINDS = ("through", "back", "hasty", "own")
 VOLUME_BYTES, SMALL_VOLUME_BYTES = 600 * MIB, 160 * MIB
 CALL_TIMEOUT_S = 45.0
+EXT4_SHUTDOWN, WITHOUT_ITS_LOG = 0x8004587D, 2  # EXT4_IOC_SHUTDOWN, EXT4_GOING_FLAGS_NOLOGFLUSH of Linux
 FRONTS = 2
 
 
@@ -257,6 +260,15 @@ def mount_disk(path: Path, size_bytes: int) -> dict[str, str]:
         mount_memory(path, size_bytes)
         return {"frozen": str(error)}
     return {}
+
+
+def fail_now(disk: Path) -> None:
+    """As a disk that dies: every read and write of it is an error from now on."""
+    folder = os.open(disk, os.O_RDONLY)
+    try:
+        fcntl.ioctl(folder, EXT4_SHUTDOWN, struct.pack("I", WITHOUT_ITS_LOG))
+    finally:
+        os.close(folder)
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------

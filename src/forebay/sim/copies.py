@@ -146,9 +146,16 @@ class Copies(Cluster):
         if agreed is None:
             return
         ledgers, member = self._of(process), process.membership
-        ledgers.disk.doubted &= not agreed.was_made_again(process.node, process.incarnation, member.losses)
+        if ledgers.disk.doubted and agreed.was_made_again(process.node, process.incarnation, member.losses):
+            ledgers.disk.doubted = False
+            ledgers.disk.away.clear()  # what is there was made again
+            kept = ledgers.kept.copies
+            left = [name for name in ledgers.gone if name in kept and kept[name].actor in agreed.holders]
+            assert not left, f"{process.incarnation} hears that all is made again, and lacks {left}"
         self._follow(process, agreed)
         self._forget(process, agreed)
+        for name in ledgers.kept.useless(agreed):
+            self._drop(ledgers, name)
         for name in ledgers.kept.taken_over(agreed):
             self._take(process, name)
             self._fetch(process, agreed, name)
@@ -202,28 +209,37 @@ class Copies(Cluster):
         if name not in ledgers.gone or name in ledgers.fetching or name not in ledgers.kept.copies:
             return
         copy = ledgers.kept.copies[name]
+        if agreed.holder(*name) != process.node:  # a disk brought it back to who should not have it any more
+            self._drop(ledgers, name)
+            return
 
         def send(asked: Process, say: Say) -> None:
             known, body = asked.membership.map, self._of(asked).disk.owed.get(name)
             if known is not None and known.held == agreed.held and asked.node in known.deposed:
-                say((body,) if body is not None and body.version == copy.version else ())
+                say((body,) if body is not None else ())
 
         def came(answer: Any) -> None:
             ledgers.fetching.discard(name)
             known = process.membership.map
             if answer is None or known is None or known.held != agreed.held or ledgers.kept.copies.get(name) != copy:
                 return
-            ledgers.gone.discard(name)
             self.fetched += 1
             if answer:
-                assert ledgers.kept.takes(known, known.held, name, copy), "it would be refused"
-                ledgers.disk.copies[name] = copy, answer[0]
+                again = copy._replace(version=answer[0].version)
+                assert ledgers.kept.takes(known, known.held, name, again), "it would be refused"
+                ledgers.gone.discard(name)
+                ledgers.disk.copies[name] = again, answer[0]
+                ledgers.kept.keep(name, again)
             else:
-                ledgers.kept.forget([name])
-                del ledgers.disk.copies[name]
+                self._drop(ledgers, name)
 
         ledgers.fetching.add(name)
         self._between(process, copy.actor, send, came)
+
+    def _drop(self, ledgers: Ledgers, name: Name) -> None:
+        ledgers.gone.discard(name)
+        ledgers.kept.forget([name])
+        ledgers.disk.copies.pop(name, None)
 
     def _acts(self, process: Process, name: Name) -> int:
         """The lease under which it acts on the key; 0 if it does not."""
@@ -341,10 +357,16 @@ class Copies(Cluster):
         listed, written = ledgers.sent.listed(agreed, node, owed)
 
         def settled() -> None:
-            if ledgers.sent.compared(node, marked, busy):
-                ledgers.comparing = False
-            else:
+            if not ledgers.sent.have_ended(busy):
                 self._at(AGAIN_S, lambda: self._within(process, settled))
+            elif written:
+                names, again = set(written), {n: b.version for n, b in ledgers.disk.owed.items() if n in written}
+                written.difference_update(names)
+                ask = partial(self._compared, agreed.held, process.node, number, again, set(), some=True)
+                self._between(process, node, ask, compared)
+            else:
+                ledgers.sent.compared(node, marked)
+                ledgers.comparing = False
 
         def send(missing: list[Name]) -> None:
             if not missing:
@@ -389,6 +411,7 @@ class Copies(Cluster):
         busy: set[Name],
         keeper: Process,
         say: Say,
+        some: bool = False,
     ) -> None:
         agreed, ledgers = keeper.membership.map, self._of(keeper)
         if agreed is None:
@@ -399,7 +422,7 @@ class Copies(Cluster):
         if found is None:
             say(None)
             return
-        missing, dropped = found
+        missing, dropped = found[0], found[1] if not some else []
         ledgers.gone -= {name for name in listed if name not in missing and name in ledgers.disk.copies}
         for name in dropped:
             ledgers.disk.copies.pop(name, None)

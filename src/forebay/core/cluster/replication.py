@@ -21,8 +21,8 @@ forgotten when the holders change, since what was sent before that is refused fo
 when the other has lost copies (its disk failed; `Map.lost` says so to all),
 the actor goes through its list: what is not on it leaves, what is missing or of another version is sent. A copy of
 another version stays until then: the actor may be gone before it has sent the right one. Writes that are under way
-(`busy`) are left alone where they belong: they may be kept and not committed yet, and what was compared counts when
-they have ended. When all are compared the node says that it is `covered`.
+(`busy`) are left alone where they belong: they may be kept and not committed yet. When they have ended, they are
+compared too: what was kept of them may be gone since. When all are compared the node says that it is `covered`.
 
 *Gone.* Copies whose disk failed, or that rotted, stay in the ledger: whoever keeps them says nothing of such a key if
 its actor is deposed. One that handed over, or came back, still has them until all is covered, and is asked for them.
@@ -92,7 +92,7 @@ class Kept:
         """Whether to keep it, in the place of what is there; if not, the sender looks at its map, and numbers it anew.
         `held` is the sender's."""
         there = self.copies.get(name)
-        again = there is not None and (there.actor, there.version) == (copy.actor, copy.version)  # its bytes are gone
+        again = there is not None and there.actor == copy.actor  # what is here is gone, or may be old
         acts = copy.actor in agreed.holders or (again and self.acts_anew(agreed, name))
         if held != agreed.held or not acts or self.node in agreed.deposed:
             return False
@@ -257,13 +257,13 @@ class Sent:
         listed = {name: version for name, version in owned if agreed.second(self.node, *name) == node}
         return listed, {name for name in self._busy.values() if agreed.second(self.node, *name) == node}
 
-    def compared(self, node: str, mark: Mark, busy: Iterable[int]) -> bool:
-        """The node keeps all of a list that was made when its mark was this one and these writes were under way. False
-        if one of them still is: ask again when it has ended."""
-        if any(write in self._busy for write in busy):
-            return False
+    def have_ended(self, busy: Iterable[int]) -> bool:
+        """Whether none of these writes is under way any more."""
+        return not any(write in self._busy for write in busy)
+
+    def compared(self, node: str, mark: Mark) -> None:
+        """The node keeps all of a list that was made when its mark was this one, and of what was being written then."""
         self._compared[node] = mark
-        return True
 
     def covered(self, agreed: Map, alive: Mapping[str, Presence]) -> bool:
         """Whether all that this node has alone lies on another too, by this map."""

@@ -129,14 +129,14 @@ class SendBack(msgspec.Struct, frozen=True, tag=True):
 
 
 class SendAgain(msgspec.Struct, frozen=True, tag=True):
-    """Asked of the actor, when it was deposed and another is to take this key over: send the keeper once more what it
-    kept of it. Answered when it has that. If the actor has no such version, the key is `missing`."""
+    """Asked of the actor, when it was deposed and another is to take this key over: send the keeper what it has of it,
+    which may be an earlier version than the keeper was sent. Answered when that is kept. If the actor has nothing of
+    the key that a backend lacks, it is `missing`."""
 
     bucket: str
     key: str
     keeper: str
     held: int
-    version: int
 
 
 class CopiesSaid(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from concurrent.futures import Executor
 
 import msgspec
@@ -92,11 +92,15 @@ class KeptCopies:
         self._agreed, self._clock, self._workers = agreed, clock, workers
         self._store, self._index, self._buckets = store, index, buckets
         self._writes, self._flusher = writes, flusher
-        self.ledger = Kept(node_id, dict(_found(store)))
+        found = _found(store)
+        stale = {name for volume, name, _ in found if (volume, copies_of(name[0])) in store.superseded}
+        later = {name: copy for volume, name, copy in found if (volume, copies_of(name[0])) not in store.superseded}
+        self.ledger = Kept(node_id, {name: copy for _, name, copy in found} | later)
+        self._superseded = stale - later.keys()
         self._absent: set[str] = set()  # volumes on which copies are
         self._rotted: list[tuple[int, int]] = []  # how much of each volume was known to have
         self._may_be_old = store.any_missed and bool(self.ledger.copies)
-        self._old = set(self.ledger.copies) if store.any_missed else set[Name]()  # perhaps; their actors have not said
+        self._old = set(self.ledger.copies) if store.any_missed else set(self._superseded)  # perhaps; or so it seems
         self.is_sure: Callable[[], bool] = lambda: True  # whether all is here again that was ever found gone
         self.takes_back: TakesBack
         self.sends_back: SendsBack
@@ -136,7 +140,7 @@ class KeptCopies:
                     raise other_map()
                 await self._writes.commits.commit(self._put(call, found))
                 self.ledger.keep(name, copy)
-                self._old.discard(name)
+                self._trust([name])
                 if self._follow().held != about.held:
                     raise other_map()
         finally:
@@ -200,7 +204,7 @@ class KeptCopies:
         for name in dropped if not isinstance(call, CompareSome) else ():
             await self._drop(name, self.ledger.copies.get(name))
         same = [name for name in listed if name not in missing]
-        self._old.difference_update(same)
+        self._trust(same)
         gone = [name for name in same if not self._is_there(name)]
         return CopiesSaid([key for _, key in (*missing, *gone)])
 
@@ -289,13 +293,27 @@ class KeptCopies:
         places = [copies_of(bucket.name) for bucket in self._buckets.all() if bucket.is_kept_twice]
         return {each.volume_id for place in places for each in self._store.owners.of_bucket(place)}
 
+    @property
+    def absent(self) -> set[str]:
+        """Volumes that are not here, and may have had copies, as was told."""
+        return self._absent & self._absent_volumes()
+
+    def _trust(self, names: Collection[Name]) -> None:
+        """Their actor says that they are current."""
+        self._old.difference_update(names)
+        self._superseded.difference_update(names)
+
+    def is_superseded(self, name: Name) -> bool:
+        """Whether the copy lay on a volume that was away while all of its copies were made again elsewhere."""
+        return name in self._superseded
+
     def doubtful(self, agreed: Map) -> list[tuple[Name, Copy]]:
         """What cannot be taken over, though it is to be: it is gone, or may be old."""
         names = self.ledger.taken_over(agreed)
         return [(name, self.ledger.copies[name]) for name in names if name in self._old or not self._is_there(name)]
 
     async def was_old(self, name: Name, copy: Copy) -> None:
-        """Its actor has no such version: forget it."""
+        """Its actor has nothing of the key: forget it."""
         await self._drop(name, copy)
 
     # --- taking over -------------------------------------------------------------------------------------------------
@@ -438,14 +456,15 @@ def own_change(copy: KeepCopy, seq: int, local: bool, checked_s: float) -> Chang
     )  # fmt: skip
 
 
-def _found(store: Store) -> list[tuple[Name, Copy]]:
-    """The copies that lie on this node's disks."""
-    found: list[tuple[Name, Copy]] = []
+def _found(store: Store) -> list[tuple[str, Name, Copy]]:
+    """The copies that lie on this node's disks, with the id of the volume."""
+    found: list[tuple[str, Name, Copy]] = []
     for volume in store.usable():
         for bucket, key, note in owned.kept_under(volume, copies_of("")):
             if note.copied:
                 about = msgspec.msgpack.decode(note.copied, type=Copied)
-                found.append(((whose_copies(bucket), key), Copy(about.actor, about.number, about.version)))
+                name = (whose_copies(bucket), key)
+                found.append((volume.id, name, Copy(about.actor, about.number, about.version)))
     return found
 
 

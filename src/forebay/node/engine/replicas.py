@@ -41,7 +41,15 @@ from forebay.core.cluster.records import Map
 from forebay.core.cluster.replication import Name, Sent
 from forebay.core.errors import Corrupt, ForebayError, Unavailable
 from forebay.core.messages.calls import VolumeNamed
-from forebay.core.messages.copied import ClearCopy, CompareCopies, CompareSome, Copied, CopiesSaid, SendAgain
+from forebay.core.messages.copied import (
+    ClearCopy,
+    CompareCopies,
+    CompareSome,
+    Copied,
+    CopiesSaid,
+    SendAgain,
+    copies_of,
+)
 from forebay.core.record import Record, State, info_of
 from forebay.core.types import Headers, ObjectInfo
 from forebay.core.volumes import VolumeState
@@ -76,6 +84,8 @@ class Volumes(Protocol):
     def missing(self, bucket: str) -> list[str]: ...
 
     async def give_up(self, named: VolumeNamed, came_back: int = 0, elsewhere: Collection[str] = ()) -> VolumeState: ...
+
+    async def supersede(self, volume_ids: Collection[str], buckets: Collection[str]) -> None: ...
 
 
 class _Copy(NamedTuple):
@@ -343,8 +353,10 @@ class Replicas:
         dies before this is told is lost."""
         while True:
             if not self.kept.find_lost():
-                if self._store.any_missed and self._seat.all_made_again:
+                if self._seat.all_made_again:
                     self._store.any_missed = False
+                    if absent := self.kept.absent:
+                        await self._volumes.supersede(absent, [copies_of(bucket) for bucket in self._twice()])
                 await asyncio.sleep(LOOK_S)
                 continue
             self._seat.lost_copies()
@@ -402,7 +414,7 @@ class Replicas:
             if agreed is None or agreed.held != call.held or not self.is_deposed or not self._is_whole():
                 raise other_map()
             copy = self._of_store(name)
-            if copy is None or copy.about.version != call.version:
+            if copy is None:
                 self._check_whole(name)
                 return CopiesSaid([call.key])
             try:
@@ -453,6 +465,7 @@ class Replicas:
     async def _compare(self, agreed: Map, node: str, buckets: list[str]) -> None:
         """Have a node keep what it is to keep, and no more."""
         marked, number, busy = self.sent.mark(agreed, self._seat.alive, node), self.sent.number(), self.sent.busy
+        written = set[Name]()
         for bucket in buckets:
             self._flush()
             after, is_last = "", False
@@ -462,6 +475,7 @@ class Replicas:
                 listed, writing = self.sent.listed(agreed, node, (((bucket, key), seq) for key, seq in owed))
                 keys = [(key, version) for (_, key), version in listed.items()]
                 under_way = sorted(key for of, key in writing if of == bucket)
+                written |= {name for name in writing if name[0] == bucket}
                 # Asked after the list was made, with nothing in between: a volume may fail at any moment.
                 kind = CompareSome if self._volumes.missing(bucket) else CompareCopies
                 if kind is CompareSome and (agreed.covered < agreed.held or node in agreed.losers()):
@@ -470,10 +484,23 @@ class Replicas:
                 for key in await self._to_peers().compare_copies(self._home_of(node), call):
                     await self._send_again(agreed, node, (bucket, key))
                 after = upto
-        while not self.sent.compared(node, marked, busy):
+        while not self.sent.have_ended(busy):
             if self._agreed().held != agreed.held:
                 return
             await asyncio.sleep(LOOK_S)
+        for bucket, key in sorted(written):
+            if (version := self._version(bucket, key)) is not None:
+                call = CompareSome(bucket, self.node_id, number, agreed.held, [(key, version)])
+                if await self._to_peers().compare_copies(self._home_of(node), call):
+                    await self._send_again(agreed, node, (bucket, key))
+        self.sent.compared(node, marked)
+
+    def _version(self, bucket: str, key: str) -> int | None:
+        """Which version this node has that no backend has; a deletion is one."""
+        if (note := self._flusher.find(bucket, key)) is not None:
+            return note.seq
+        record, lost = self._store.owned(bucket, key), self._store.lost_of(bucket, key)
+        return record.object_id if record is not None else None if lost is None else lost.note.seq
 
     def _owned(self, bucket: str, after: str) -> tuple[list[tuple[str, int]], str]:
         """Keys after `after` of which this node has what no backend has, with their versions, and how far they go ("":

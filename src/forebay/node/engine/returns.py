@@ -182,9 +182,12 @@ class Returns:
         """Have nodes that were deposed, and live, send once more what cannot be taken over: it is gone, or may be old.
         What goes wrong with that is logged, and tried again."""
         for name, copy in self._kept.doubtful(agreed):
+            if agreed.holder(*name) != self._node_id or self._kept.is_superseded(name):  # a disk brought it back
+                await self._kept.was_old(name, copy)
+                continue
             if copy.actor not in self._seat.alive:
                 continue
-            call = SendAgain(*name, self._node_id, agreed.held, copy.version)
+            call = SendAgain(*name, self._node_id, agreed.held)
             try:
                 if (await self._peers().ask_copies(self._home_of(copy.actor), call)).missing:
                     await self._kept.was_old(name, copy)

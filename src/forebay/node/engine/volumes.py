@@ -74,6 +74,10 @@ class Volumes:
         """Volumes not in use that may hold the only copy of something in the bucket."""
         return [known.volume_id for known in self._store.owners.of_bucket(bucket)]
 
+    async def supersede(self, volume_ids: Collection[str], buckets: Collection[str]) -> None:
+        """What volumes that are not here have of these buckets was made again elsewhere."""
+        await self._known.supersede(self._store, volume_ids, buckets)
+
     def metrics(self) -> dict[str, float]:
         """Series for the engine's snapshot."""
         values: dict[str, float] = {}

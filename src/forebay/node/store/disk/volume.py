@@ -455,9 +455,14 @@ class Volume:
         return self.stall.look(now_s, oldest) != before
 
     def probe(self) -> None:
-        """Give an idle disk something to do, to see whether it answers."""
-        if self.desk.oldest() is None:
-            self.desk.begin(os.utime, self._lock_fd)
+        """Give an idle disk something to do, to see whether it answers, and does it."""
+        self.desk.begin(self._touch)
+
+    def _touch(self) -> None:
+        try:
+            os.utime(self._lock_fd)
+        except OSError as error:
+            self.trouble(error, "touching a file")
 
     def trouble(self, error: Exception, doing: str) -> Unavailable:
         """Note the failure and return the error to raise. Any thread."""

@@ -112,6 +112,9 @@ class KnownVolumes:
             buckets = store.owing_buckets(volume)
             before = self._before.find(volume.id)
             strayed = set(store.astray.get(volume.id, ()))
+            if before is not None:
+                store.superseded |= {(volume.id, bucket) for bucket in buckets if not before.owes_in(bucket)}
+                buckets = tuple(bucket for bucket in buckets if before.owes_in(bucket))
             if before is not None and not all_here:
                 strayed.update(before.astray)  # what belongs to a volume that is still away is still astray here
             astray = tuple(bucket for bucket in buckets if bucket in strayed)
@@ -183,6 +186,18 @@ class KnownVolumes:
         return msgspec.structs.replace(
             known, owed_objects=usage.owned_objects, owed_bytes=usage.owed_bytes, seen_s=self._clock.wall_s()
         )
+
+    async def supersede(self, store: Store, volume_ids: Collection[str], buckets: Collection[str]) -> None:
+        """What these volumes, which are not here, have of the buckets is worth nothing if it comes back: it was made
+        again elsewhere."""
+        async with self._changing:
+            memory = self.memory
+            for known in [each for each in memory.volumes if each.volume_id in volume_ids]:
+                left = tuple(each for each in known.buckets if each not in buckets)
+                astray = tuple(each for each in known.astray if each not in buckets)
+                memory = memory.with_volume(msgspec.structs.replace(known, buckets=left, astray=astray))
+            await self._keep(memory)
+            self._tell(store)
 
     # --- orders ---
 

@@ -67,6 +67,7 @@ class VolumeSet(Whereabouts[Volume]):
         self.unshown: dict[tuple[str, str], Volume] = {}  # keys with a change that the index has not taken yet
         self.epoch = 0  # counts the sets of volumes that served; see volume.py
         self.any_missed = False  # one was away while others served, and what it keeps for other nodes may be old
+        self.superseded: set[tuple[str, str]] = set()  # volume id, bucket: made again while it was away
         self.astray: dict[str, set[str]] = {}  # by volume id: buckets of which something could not move to its place
 
     def _add(self, path: str, xattrs: bool, expected: Expected | None, later: bool) -> None:
