@@ -534,6 +534,30 @@ def test_a_node_with_local_objects_hands_them_over_and_goes() -> None:
     assert node.member(town.now_s)
 
 
+def test_what_lies_on_two_nodes_does_so_still_when_a_node_has_handed_over() -> None:
+    town = local_town("abcd")
+    town.busy.add("b")
+    town.want("b", "draining")
+    town.quiet()
+    before = town.map
+    assert before.leaving == "b"
+    town.keeping.add("b")
+    town.step("b", StoodAside(town.turns["b"]))
+    town.quiet()
+    after = town.map
+    assert (after.leaving, after.deposed) == ("", ("b",))
+    for key in KEYS:
+        home = after.holder("b", key)
+        for actor in "abcd":
+            kept = before.seconds(actor, "b", key)
+            acts = home if actor == "b" else actor
+            assert {acts, after.second(acts, "b", key)} - {actor} <= set(kept), "nothing is sent before all is on two"
+            assert len(kept) <= 2
+            orphaned = msgspec.structs.replace(before, holders={n: w for n, w in before.holders.items() if n != actor})
+            assert orphaned.holder("b", key) == kept[0], "and if its actor dies first, the home has it"
+    assert sum(len(before.seconds("a", "b", key)) for key in KEYS) < 1.5 * len(KEYS)
+
+
 def test_who_is_taken_back_acts_again_when_nobody_can_take_it_over_any_more() -> None:
     town = local_town()
     node = town.nodes["b"].membership  # A writes maps

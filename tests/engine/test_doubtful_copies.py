@@ -63,25 +63,30 @@ def told(number: int, call: SendAgain, body: bytes) -> Any:
 def test_copies_that_a_disk_brings_back_wait_for_their_actors_word(tmp_path: Path, two_disks: tuple[str, str]) -> None:
     """Two nodes stopped, and one comes back with a disk that was away: what it kept there may have been cleared."""
 
-    async def before(rig: Rig) -> tuple[str, str]:
+    async def before(rig: Rig) -> list[str]:
         engine = rig.engine
         await engine.buckets.put(OWN)
         kept, disk = kept_copies(rig, lambda: both_hold(rig)), engine.store.usable()[0].id
-        current, old = [key for key in KEYS if engine.store.volume_of(copies_of("own"), key) == disk][:2]
-        for key in (current, old):
+        names = [key for key in KEYS if engine.store.volume_of(copies_of("own"), key) == disk][:3]
+        for key in names:
             await kept.answer(sent(key, 10, 5, b"kept"))
         fail(rig, disk)
-        return current, old
+        return names
 
-    async def after(rig: Rig, current: str, old: str) -> None:
+    async def after(rig: Rig, current: str, old: str, gone: str) -> None:
         agreed = taking_over(rig)
         kept = kept_copies(rig, lambda: agreed)
-        assert {name for name, _ in kept.doubtful(agreed)} == {("own", current), ("own", old)}
-        for key in (current, old):
+        for key in (current, old, gone):
             assert kept.acts_anew(("own", key)), "nobody acts on it as it is"
             with pytest.raises(Unavailable, match="may be old"):
                 await kept.take_over(("own", key))
         assert kept.waiting
+        assert {name for name, _ in kept.doubtful()} == {("own", current), ("own", old), ("own", gone)}
+
+        kept.is_gone = lambda node: node == "gone"
+        await kept.take_over(("own", gone))
+        assert rig.engine.store.owned("own", gone) is not None, "nobody will ever say, and it is whole"
+        kept.is_gone = lambda node: False
 
         async def says(call: SendAgain) -> CopiesSaid:
             if call.key == old:

@@ -157,8 +157,9 @@ class Copies(Cluster):
         for name in ledgers.kept.useless(agreed):
             self._drop(ledgers, name)
         for name in ledgers.kept.taken_over(agreed):
-            self._take(process, name)
-            self._fetch(process, agreed, name)
+            if not ledgers.kept.is_spare(agreed, name):
+                self._take(process, name)
+                self._fetch(process, agreed, name)
         astray = [name for name in (*ledgers.disk.owed, *ledgers.locked) if agreed.holder(*name) != process.node]
         deposed = process.node in agreed.deposed
         if not astray and not (deposed and (ledgers.disk.owed or ledgers.disk.copies or not agreed.is_covered)):
@@ -209,9 +210,6 @@ class Copies(Cluster):
         if name not in ledgers.gone or name in ledgers.fetching or name not in ledgers.kept.copies:
             return
         copy = ledgers.kept.copies[name]
-        if agreed.holder(*name) != process.node:  # a disk brought it back to who should not have it any more
-            self._drop(ledgers, name)
-            return
 
         def send(asked: Process, say: Say) -> None:
             known, body = asked.membership.map, self._of(asked).disk.owed.get(name)
@@ -512,24 +510,25 @@ class Copies(Cluster):
 
         def send(left: int) -> None:
             agreed = process.membership.map
-            second = None if agreed is None else agreed.second(process.node, *name)
             if agreed is None or not left or process.node in agreed.deposed:
                 end()
                 return
-            if second is None:
-                commit(agreed.held)
+            place(left, agreed, agreed.seconds(process.node, *name))
+
+        def place(left: int, agreed: Map, seconds: list[str]) -> None:
+            if not seconds:
+                self._at(self._delay_s(), lambda: self._within(process, lambda: commit(agreed.held)))
                 return
             copy = Copy(process.node, ledgers.disk.draw(), body.version)
 
             def kept(answer: Any) -> None:
                 if answer is True:
-                    self._at(self._delay_s(), lambda: self._within(process, lambda: commit(agreed.held)))
+                    place(left, agreed, seconds[1:])
                     return
-                ledgers.sent.failed(second)
+                ledgers.sent.failed(seconds[0])
                 self._at(AGAIN_S, lambda: self._within(process, lambda: send(left - 1)))
 
-            self._between(process, second, partial(self._keep, agreed.held, name, copy, body), kept)
-            return
+            self._between(process, seconds[0], partial(self._keep, agreed.held, name, copy, body), kept)
 
         send(SENDINGS_MAX)
 
@@ -571,17 +570,18 @@ class Copies(Cluster):
         if agreed is None or process.node in agreed.deposed:
             ledgers.locked.discard(name)
             return
-        second, held, number = agreed.second(process.node, *name), agreed.held, ledgers.disk.draw()
+        held, number = agreed.held, ledgers.disk.draw()
 
-        def cleared(answer: Any) -> None:
+        def clear(seconds: list[str], answer: Any) -> None:
+            if answer is True and seconds and self._clears_first:
+                ask = partial(self._clear, name, process.node, number)
+                self._between(process, seconds[0], ask, partial(clear, seconds[1:]))
+                return
             ledgers.locked.discard(name)
             if answer is True and self._kept_still(process, held):
                 ledgers.disk.owed.pop(name, None)
 
-        if not self._clears_first or second is None:
-            cleared(True)
-        else:
-            self._between(process, second, partial(self._clear, name, process.node, number), cleared)
+        clear(agreed.seconds(process.node, *name), True)
 
     # --- trouble, and the end ----------------------------------------------------------------------------------------
     def _trouble(self) -> None:
@@ -630,12 +630,17 @@ class Copies(Cluster):
         self._at(1.0, self._lose_copies)
         process = self._living[self.chance.choice(self._names)]
         ledgers, agreed = self._of(process), process.membership.map
-        if agreed is None or not agreed.is_covered or agreed.deposed or self.now_s < self._store_until_s:
+        if agreed is None or self.now_s < self._store_until_s:
+            return
+        handed_over = agreed.is_taking_over and not any(self._living[node].dead for node in agreed.deposed)
+        if not handed_over and (agreed.deposed or not agreed.is_covered):
             return
         if self.now_s < self._spared_until_s + APART_S or not ledgers.disk.copies:
             return
         for other in self._living.values():
             clock_s = other.clock_s(self.now_s)
+            if other.node in agreed.deposed:
+                clock_s = -math.inf  # it acts on nothing, and has what it had
             if other.dead or other.mute or other.deaf or other.awkward or other.membership.map != agreed:
                 return
             if other.paused_until_s > self.now_s or other.membership.acts_until_s(clock_s) < clock_s + RENEWED_S:

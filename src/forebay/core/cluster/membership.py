@@ -322,7 +322,7 @@ class Membership:
         if known is None or not known.active or self.node in known.owners or not known.is_covered:
             return False
         covered = (self.alive.get(node, UNREADABLE).covered for node in known.holders)
-        return self._hands_over() and all(each >= known.due for each in covered)
+        return known.leaving == self.node and self._hands_over() and all(each >= known.due for each in covered)
 
     def _has_said_aside(self) -> bool:
         """Whether the copy has what this process says of that: whatever rests on what it said before is refused."""
@@ -385,7 +385,9 @@ class Membership:
         own = self.nodes[self.node]
         if own.wanted != "draining" or self._owes_bytes != 0 or not map.active or self.node in map.owners:
             return None
-        if self._released_epoch < max((past.epoch for past in map.past), default=0) or self.node in map.holders:
+        if self.node in map.holders or self.node in map.deposed:
+            return None
+        if self._released_epoch < max((past.epoch for past in map.past), default=0):
             return None  # what it has cached counts as confirmed still, and nobody asks one that is gone
         gone = msgspec.structs.replace(own, wanted="gone")
         return self._changed({NODES + self.node: gone, ALIVE + self.node: None}, also=(MAP,))

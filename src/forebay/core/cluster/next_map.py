@@ -19,9 +19,10 @@ covered. Until then nobody else comes or goes as a holder, but one that is given
 taken over. A node that keeps a bucket once (`NodeRecord.buckets`), or shall not be `replaced`, is waited for.
 
 *Handing over.* A node that is drained, and keeps local objects, is taken over too, though it lives: no backend has
-them, so it would never have nothing. It goes on as a holder until all is covered. Then it stands aside: it acts on
-nothing any more, and says so (`Presence.aside`). That is the word of the very process that is deposed, since its entry
-is a condition.
+them, so it would never have nothing. It becomes the one that is `leaving`: what it has, and what it keeps for others,
+lies on one node more from then on (`Map.seconds`). It goes on as a holder until all is covered. Then it stands aside:
+it acts on nothing any more, and says so (`Presence.aside`). That is the word of the very process that is deposed, since
+its entry is a condition.
 
 Rejected: moving its objects key by key (each would have two owners for a while, and a protocol of its own; the copies
 are where the next home is); letting it leave first (the others would let its copies go, and it had all of it once).
@@ -80,6 +81,8 @@ def hands_over(nodes: Mapping[str, NodeRecord], map: Map, node: str) -> bool:
     record = nodes.get(node)
     if record is None or record.wanted != "draining" or not record.hands_over or not may_be_replaced(record):
         return False
+    if not map.held:  # of a release without copies
+        return False
     stay = (other for other in map.holders if other != node and other in nodes)
     return LOCAL_TWICE in record.buckets.values() and any(
         nodes[other].wanted in ("active", "maintenance") for other in stay
@@ -111,12 +114,14 @@ class Succession:
         past = tuple(each for each in before.past if not self._is_over(each))
         holders = self._holders(owners)
         deposed = tuple(node for node in before.deposed if node not in holders and self._stays_deposed(node))
-        held = before.held
-        if holders == before.holders and (gone := self._taken_over()):
+        held, leaving = before.held, self._leaving(holders)
+        if holders == before.holders and leaving == before.leaving and (gone := self._taken_over()):
             holders = {node: weight for node, weight in holders.items() if node != gone}
             held, deposed = before.epoch + 1, (*deposed, gone)  # the others keep what they had, so nobody is asked
             said = [gone, *sorted(before.holders)][:CHANGES_MAX]  # what the others said of lost copies counts, too
             self._reasons |= {NODES + gone, *(ALIVE + node for node in said)}
+        elif holders == before.holders and leaving != before.leaving:
+            held = before.epoch + 1
         elif holders != before.holders:
             came = sorted(holders.keys() - before.holders.keys())
             newcomers = tuple(node for node in came if self._released(node) < before.epoch)
@@ -126,7 +131,17 @@ class Succession:
             return Next(changed, frozenset()) if changed != before else None
         at_once = owners == before.owners  # whoever holds by a new map asks the others, who must know it too
         changed = Map(
-            before.epoch + 1, at_once, owners, before.owners, holders, past, held, known.covered, deposed, known.lost
+            before.epoch + 1,
+            at_once,
+            owners,
+            before.owners,
+            holders,
+            past,
+            held,
+            known.covered,
+            deposed,
+            known.lost,
+            leaving if leaving in holders else "",
         )
         return Next(changed, frozenset(self._reasons))
 
@@ -177,6 +192,15 @@ class Succession:
                 holders.setdefault(node, weight)
         return holders
 
+    def _leaving(self, holders: dict[str, float]) -> str:
+        """Who hands over next: one at a time, and nobody while copies are taken over."""
+        before = self._known.leaving
+        if before and before in holders and hands_over(self._nodes, self._known, before):
+            return before
+        if self._known.deposed and not self._known.is_covered:
+            return ""
+        return next((node for node in sorted(holders) if hands_over(self._nodes, self._known, node)), "")
+
     def _has_forgotten(self, node: str) -> bool:
         """Whether a deposed node has no old copies, and whoever took over has acted on it."""
         return self._known.is_covered and self._released(node) >= self._known.held
@@ -213,7 +237,7 @@ class Succession:
         others = [node for node in known.holders if node not in missing]
         if any(self._covered(node) < known.due for node in others):
             return None  # it came back without a disk, perhaps, on which the copies were: nobody compares then
-        aside = [node for node in sorted(others) if self._alive[node].aside % 2]
+        aside = [node for node in others if node == known.leaving and self._alive[node].aside % 2]
         return next((node for node in (*missing, *aside) if may_be_replaced(self._nodes[node])), None)
 
     def _is_missing(self, node: str) -> bool:

@@ -36,6 +36,7 @@ Invariants. (1) At every moment at most one node may act on a key by all maps th
 from __future__ import annotations
 
 from functools import cached_property, lru_cache
+from itertools import islice
 from typing import Literal
 
 import msgspec
@@ -121,7 +122,7 @@ class Loss(msgspec.Struct, frozen=True):
 
 class Map(msgspec.Struct, frozen=True, dict=True):
     """Who owns which keys: weights by node. `former`: before that. `holders`, `past`: the same of what only nodes
-    have. `held`, `covered`, `deposed`, `lost`: see the module."""
+    have. `held`, `covered`, `deposed`, `lost`: see the module. `leaving`: the holder that hands over next, if any."""
 
     epoch: int
     active: bool
@@ -133,6 +134,7 @@ class Map(msgspec.Struct, frozen=True, dict=True):
     covered: int = 0
     deposed: tuple[str, ...] = ()
     lost: dict[str, Loss] = {}
+    leaving: str = ""
 
     @property
     def due(self) -> int:
@@ -184,9 +186,18 @@ class Map(msgspec.Struct, frozen=True, dict=True):
     def second(self, actor: str, bucket: str, key: str) -> str | None:
         """Who keeps a copy of what `actor` alone has of the key: its home, were `actor` no holder. None if there is no
         other holder."""
+        return next(iter(self.seconds(actor, bucket, key)), None)
+
+    def seconds(self, actor: str, bucket: str, key: str) -> list[str]:
+        """Everybody who does: the second, and where one of the two is `leaving`, whoever is it without that one. So
+        all is on two nodes still when that has handed over."""
         if self._holding is None:
-            return None
-        return next((node for node in self._holding.order(bucket, key) if node != actor), None)
+            return []
+        others = (node for node in self._holding.order(bucket, key) if node != actor)
+        found = list(islice(others, 1))
+        if found and self.leaving and self.leaving in (actor, found[0]):
+            found += islice(others, 1)
+        return found
 
     # Found once for each map: to look them up by their weights takes 30 µs with 256 nodes, and every miss asks.
     @cached_property

@@ -78,13 +78,16 @@ class Kept:
         for names in self._names.values():
             names.sort()
         self._held = 0
+        self._deposed: tuple[str, ...] = ()
+        self._spare: set[Name] = set()  # found to be at home elsewhere, by these holders
         self._floors: dict[tuple[str, Name], int] = {}
         self._floor: dict[str, int] = {}  # of each actor, for all its keys
 
     def follow(self, agreed: Map) -> None:
         """The map that the node knows from now on."""
         if agreed.held != self._held:
-            self._held = agreed.held
+            self._held, self._deposed = agreed.held, agreed.deposed
+            self._spare.clear()
             self._floors.clear()
             self._floor.clear()
 
@@ -137,6 +140,9 @@ class Kept:
             self._floor[old] = max(below, self._floor.get(old, 0))
             del self._floors[next(iter(self._floors))]
         there = self.copies.get(name)
+        if there is not None and there.actor in self._deposed:  # who took it over has let go of it
+            self._remove(name)
+            return True
         if there is None or there.actor != actor or there.number > number:
             return False
         self._remove(name)
@@ -182,11 +188,19 @@ class Kept:
         return there is not None and (there.actor, there.version) == (actor, version)
 
     def taken_over(self, agreed: Map) -> list[Name]:
-        """What is this node's own from now on: copies of those who were deposed. Nothing at a node that holds none, or
-        was deposed itself: its copies may be old."""
+        """What is this node's own from now on: copies of those who were deposed, but not those found to be spare.
+        Nothing at a node that holds none, or was deposed itself: its copies may be old."""
         if not agreed.is_taking_over or self.node not in agreed.holders:
             return []
-        return [name for actor in agreed.deposed for name in self._names.get(actor, ())]
+        names = (name for actor in agreed.deposed for name in self._names.get(actor, ()))
+        return [name for name in names if name not in self._spare]
+
+    def is_spare(self, agreed: Map, name: Name) -> bool:
+        """Whether another holder is to take the key over, who has a copy too. (A look at all would take seconds.)"""
+        if agreed.holder(*name) == self.node:
+            return False
+        self._spare.add(name)
+        return True
 
     def useless(self, agreed: Map) -> list[Name]:
         """What nobody will take over any more: copies for a node that does not hold, and all of them at such a one. Of
@@ -203,7 +217,7 @@ class Kept:
         there = self.copies.get(name)
         if there is None or not agreed.is_taking_over:
             return False  # if there is one of a deposed node still, a disk came back with it, and it is old
-        return there.actor in agreed.deposed and self.node in agreed.holders
+        return there.actor in agreed.deposed and agreed.holder(*name) == self.node
 
 
 def _end_of(bucket: str) -> Name:
@@ -254,8 +268,8 @@ class Sent:
     def listed(self, agreed: Map, node: str, owned: Iterable[tuple[Name, int]]) -> tuple[dict[Name, int], set[Name]]:
         """What that node is to keep, of all that this one has alone; and the names of which it may keep more, since
         they are being written. A write that is kept by earlier holders is sent again, so what they keep may leave."""
-        listed = {name: version for name, version in owned if agreed.second(self.node, *name) == node}
-        return listed, {name for name in self._busy.values() if agreed.second(self.node, *name) == node}
+        listed = {name: version for name, version in owned if node in agreed.seconds(self.node, *name)}
+        return listed, {name for name in self._busy.values() if node in agreed.seconds(self.node, *name)}
 
     def have_ended(self, busy: Iterable[int]) -> bool:
         """Whether none of these writes is under way any more."""

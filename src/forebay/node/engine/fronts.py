@@ -313,9 +313,11 @@ class Fronts:
         """What each front counted. Fronts that do not answer in time are left out."""
         return await self._ask_all(REPORT_TIMEOUT_S)
 
-    async def heard(self) -> None:
-        """Return when every front acts on all that it was told before; one that does not answer in time hangs."""
-        await self._ask_all(HEARD_TIMEOUT_S)
+    async def heard(self) -> bool:
+        """Return when every front acts on all that it was told before, or False: one that does not answer in time
+        hangs."""
+        asked = sum(connection.hello is not None for connection in self.connections)
+        return len(await self._ask_all(HEARD_TIMEOUT_S)) >= asked
 
     async def _ask_all(self, timeout_s: float) -> list[Snapshot]:
         asked = [connection for connection in self.connections if connection.hello is not None]

@@ -103,7 +103,7 @@ class Replicas(Protocol):
 
 class Homes:
     """See the module's header. `peers` is None where the nodes would not know each other; `flush` makes changes of the
-    index visible; `heard` returns when the fronts act on all that they were told; `is_whole`: all that was owed before
+    index visible; `heard` returns whether all fronts act on what they were told; `is_whole`: all that was owed before
     the start is in view."""
 
     def __init__(
@@ -120,7 +120,7 @@ class Homes:
         flusher: Flusher,
         volumes: Volumes,
         flush: Callable[[], None],
-        heard: Callable[[], Awaitable[None]],
+        heard: Callable[[], Awaitable[bool]],
         is_whole: Callable[[], bool],
     ) -> None:
         seat.stand_aside, self._heard = self._stand_aside, heard
@@ -162,8 +162,8 @@ class Homes:
     def _check_acts(self, bucket: Bucket) -> None:
         if bucket.is_kept_twice and self.replicas is not None and not self.replicas.acts():
             raise Unavailable(
-                f"this node is not heard of by the cluster ({self._seat.trouble or 'for a moment'}), so others may "
-                "act in its place: ask another",
+                f"this node may not answer for it ({self._seat.trouble or 'it hands over, or is not heard of'}), since "
+                "others may act in its place: try again, or ask another",
                 retry_after_s=LOOK_S,
             )
 
@@ -223,7 +223,8 @@ class Homes:
     async def _stand_aside(self) -> None:
         """Return when nothing of what is kept twice is written or flushed here any more, or after CLAIM_S: what goes on
         then is not acknowledged, and finds other holders. Nothing begins meanwhile (`Replicas.acts`)."""
-        await self._heard()
+        if not await self._heard():
+            await asyncio.sleep(self._seat.fenced_within_s)
         until_s = self._clock.monotonic_s() + CLAIM_S
         while self._clock.monotonic_s() < until_s:
             twice = [bucket.name for bucket in self._buckets.all() if bucket.is_kept_twice]

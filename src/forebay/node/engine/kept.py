@@ -66,6 +66,7 @@ TakesBack = Callable[[KeepCopy], Coroutine[None, None, CopiesSaid]]
 SendsBack = Callable[[str, Name, Copied, Body], Awaitable[None]]  # to this node
 SendsAgain = Callable[[SendAgain], Awaitable[CopiesSaid]]
 LISTED_MAX = 2_000  # keys of one list: 2 MB where keys are as long as they may be
+LOOKED_AT = 500  # keys between two turns of the loop
 TAKEN_AT_ONCE = 32  # of what is taken over: one sync makes many of them durable, and listings wait for the last
 
 
@@ -100,7 +101,9 @@ class KeptCopies:
         self._absent: set[str] = set()  # volumes on which copies are
         self._rotted: list[tuple[int, int]] = []  # how much of each volume was known to have
         self._may_be_old = store.any_missed and bool(self.ledger.copies)
-        self._old = set(self.ledger.copies) if store.any_missed else set(self._superseded)  # perhaps; or so it seems
+        self._old = self._superseded | {name for volume, name, _ in found if volume in store.missed}  # perhaps
+        self._doubtful: set[Name] = set()
+        self.is_gone: Callable[[str], bool] = lambda node: False  # whether a node was given up
         self.is_sure: Callable[[], bool] = lambda: True  # whether all is here again that was ever found gone
         self.takes_back: TakesBack
         self.sends_back: SendsBack
@@ -307,10 +310,9 @@ class KeptCopies:
         """Whether the copy lay on a volume that was away while all of its copies were made again elsewhere."""
         return name in self._superseded
 
-    def doubtful(self, agreed: Map) -> list[tuple[Name, Copy]]:
-        """What cannot be taken over, though it is to be: it is gone, or may be old."""
-        names = self.ledger.taken_over(agreed)
-        return [(name, self.ledger.copies[name]) for name in names if name in self._old or not self._is_there(name)]
+    def doubtful(self) -> list[tuple[Name, Copy]]:
+        """What could not be taken over the last time: it is gone, or may be old."""
+        return [(name, self.ledger.copies[name]) for name in sorted(self._doubtful) if name in self.ledger.copies]
 
     async def was_old(self, name: Name, copy: Copy) -> None:
         """Its actor has nothing of the key: forget it."""
@@ -324,7 +326,9 @@ class KeptCopies:
 
     def _may_be_absent(self, agreed: Map, name: Name) -> bool:
         """Whether a copy that is to be taken over may be on a volume that is not here, and nowhere else."""
-        if not self._lacks_some(agreed) or self._store.owners.of_key(copies_of(name[0]), name[1]) is None:
+        if not self._lacks_some(agreed) or agreed.holder(*name) != self.ledger.node:
+            return False
+        if self._store.owners.of_key(copies_of(name[0]), name[1]) is None:
             return False
         return self._store.owned(*name) is None and self._flusher.find(*name) is None
 
@@ -352,12 +356,16 @@ class KeptCopies:
             if not self.acts_anew(name):
                 return
             record = self._store.lookup(copies_of(bucket), key)
+            if there is not None and name in self._old - self._superseded and self.is_gone(there.actor):
+                log.warning("%s/%s may be old, and node %s, which knew, was given up", bucket, key, there.actor)
+                self._old.discard(name)
             if there is None or name in self._old or not self._is_there(name):
+                self._doubtful.add(name)
                 self._store.check_present(copies_of(bucket), key)
                 self._store.check_lost(copies_of(bucket), key)
                 raise Unavailable(
-                    f"what this node kept of {bucket}/{key} is gone, or may be old, and the node that had it is away: "
-                    "start that again (`forebay status`)",
+                    f"what this node kept of {bucket}/{key} is gone, or may be old: the node that had it has to say. "
+                    "Start that if it does not run, or give it up (`forebay status`, `forebay drain`)",
                     retry_after_s=1.0,
                 )
             mine = self._store.owned(bucket, key) is not None or self._flusher.find(bucket, key) is not None
@@ -406,17 +414,33 @@ class KeptCopies:
 
     async def take_all_over(self) -> None:
         """Make every copy this node's own that is to be."""
-        agreed = self._agreed()
-        names = iter(self.ledger.taken_over(agreed) if agreed is not None else ())
+        self._doubtful.clear()
+        if (agreed := self._agreed()) is None:
+            return
+        self.ledger.follow(agreed)
+        mine, refused = await self._of_this_node(agreed), list[ForebayError]()
+        names = iter(mine)
 
         async def one_after_another() -> None:
             for name in names:
-                await self.take_over(name)
+                try:
+                    await self.take_over(name)
+                except ForebayError as error:
+                    refused.append(error)
 
-        at_once = [asyncio.ensure_future(one_after_another()) for _ in range(TAKEN_AT_ONCE)]
-        for ended in await asyncio.gather(*at_once, return_exceptions=True):
-            if isinstance(ended, BaseException):
-                raise ended
+        await asyncio.gather(*(one_after_another() for _ in range(TAKEN_AT_ONCE)))
+        if refused:
+            raise refused[0]
+
+    async def _of_this_node(self, agreed: Map) -> list[Name]:
+        """What it is to take over. What is spare is found here, some at a time."""
+        mine: list[Name] = []
+        for number, name in enumerate(self.ledger.taken_over(agreed)):
+            if number % LOOKED_AT == LOOKED_AT - 1:
+                await asyncio.sleep(0)
+            if not self.ledger.is_spare(agreed, name):
+                mine.append(name)
+        return mine
 
     # --- forgetting --------------------------------------------------------------------------------------------------
     async def tidy(self, *, all: bool = False) -> None:

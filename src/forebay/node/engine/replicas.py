@@ -122,6 +122,7 @@ class Replicas:
         self._flusher, self._volumes, self._flush, self._is_whole = flusher, volumes, flush, is_whole
         self.sent = Sent(node_id, store.take_id)
         kept.is_sure, kept.sends_again = lambda: seat.all_made_again, self._send_once_more
+        kept.is_gone = lambda node: seat.is_gone(node)
         writes.commits.on_answer = self.compare_again  # what was given up may be written now
         self._silent: set[str] = set()
         self._compared_s = clock.monotonic_s()  # when all lists were due
@@ -216,8 +217,9 @@ class Replicas:
 
     async def _take_back(self, name: Name) -> None:
         """What was sent is not here: the second shall have what is. If it does not hear that now, lists tell it."""
-        if (agreed := self._seat.agreed) is not None and (second := self._second(agreed, name)) is not None:
-            self.sent.failed(second)
+        if (agreed := self._seat.agreed) is not None:
+            for second in self._seconds(agreed, name):
+                self.sent.failed(second)
         if self._store.owners.of_key(*name) is not None:
             return  # a disk failed: what was acknowledged was there, and what was sent is all there is now
         with suppress(ForebayError):
@@ -235,8 +237,7 @@ class Replicas:
             return
         for _ in range(TURNS):
             agreed = self._agreed()
-            second = self._second(agreed, name)
-            if second is not None:
+            for second in self._seconds(agreed, name):
                 try:
                     async with asyncio.timeout(PATIENCE_S):
                         await self._to_peers().clear_copy(
@@ -263,8 +264,8 @@ class Replicas:
             )
         return agreed
 
-    def _second(self, agreed: Map, name: Name) -> str | None:
-        return agreed.second(self.node_id, *name) if self.node_id in agreed.holders else None
+    def _seconds(self, agreed: Map, name: Name) -> list[str]:
+        return agreed.seconds(self.node_id, *name) if self.node_id in agreed.holders else []
 
     def _home_of(self, node: str) -> Home:
         home = self._seat.place_of(node)
@@ -278,16 +279,14 @@ class Replicas:
         return self._peers
 
     async def _place(self, name: Name, copy: _Copy) -> int:
-        """Return when the second keeps it; by which holders. `Unavailable`."""
+        """Return when everybody keeps it who should; by which holders. `Unavailable`."""
         until_s = self._clock.monotonic_s() + PATIENCE_S + copy.body.size_bytes / BYTES_S
         while True:
-            agreed = self._agreed()
-            second = self._second(agreed, name)
-            if second is None:
-                return agreed.held
+            agreed, second = self._agreed(), ""
             try:
-                async with asyncio.timeout(until_s - self._clock.monotonic_s()):
-                    await self._send(agreed, second, name, copy)
+                for second in self._seconds(agreed, name):
+                    async with asyncio.timeout(until_s - self._clock.monotonic_s()):
+                        await self._send(agreed, second, name, copy)
                 return agreed.held
             except (ForebayError, TimeoutError) as error:
                 self.sent.failed(second)
@@ -400,11 +399,11 @@ class Replicas:
     async def _take_all_over(self, agreed: Map) -> None:
         """What cannot be is refused, and tried again; this node's own copies do not wait for it."""
         if self.kept.waiting:
-            await self.returns.copies(agreed)
             try:
                 await self.kept.take_all_over()
             except ForebayError as error:
                 log.warning("not all is taken over yet: %s", error.message)
+            await self.returns.copies(agreed)
 
     async def _send_once_more(self, call: SendAgain) -> CopiesSaid:
         """Of what this node had when it was taken over: others may lack it."""
@@ -431,7 +430,9 @@ class Replicas:
         """Whether all is this node's own that it is to take over; and of what it had when it was taken over itself,
         nothing is left."""
         if not self.is_deposed:
-            return not self.kept.waiting
+            agreed = self._seat.agreed
+            holds = agreed is not None and self.node_id in agreed.holders
+            return not self.kept.waiting and (holds or not self.kept.ledger.copies)
         self._flush()
         if self.kept.ledger.copies or any(self._volumes.missing(bucket) for bucket in self._twice()):
             return False

@@ -37,7 +37,7 @@ import msgspec
 from forebay.backends.seam import Body
 from forebay.core.cluster.records import Map
 from forebay.core.cluster.replication import Name
-from forebay.core.errors import Corrupt, ForebayError, Unavailable
+from forebay.core.errors import Corrupt, ForebayError, ObjectLost, Unavailable
 from forebay.core.messages.calls import VolumeNamed
 from forebay.core.messages.copied import (
     Copied,
@@ -181,11 +181,11 @@ class Returns:
     async def copies(self, agreed: Map) -> None:
         """Have nodes that were deposed, and live, send once more what cannot be taken over: it is gone, or may be old.
         What goes wrong with that is logged, and tried again."""
-        for name, copy in self._kept.doubtful(agreed):
-            if agreed.holder(*name) != self._node_id or self._kept.is_superseded(name):  # a disk brought it back
+        silent = set[str]()
+        for name, copy in self._kept.doubtful():
+            if self._kept.is_superseded(name):
                 await self._kept.was_old(name, copy)
-                continue
-            if copy.actor not in self._seat.alive:
+            if self._kept.is_superseded(name) or copy.actor not in self._seat.alive or copy.actor in silent:
                 continue
             call = SendAgain(*name, self._node_id, agreed.held)
             try:
@@ -193,7 +193,8 @@ class Returns:
                     await self._kept.was_old(name, copy)
             except ForebayError as error:
                 log.warning("%s/%s is not sent again by node %s yet: %s", *name, copy.actor, error.message)
-                return
+                if not isinstance(error, Corrupt | ObjectLost):
+                    silent.add(copy.actor)
 
     async def volumes(self, agreed: Map, buckets: list[str]) -> None:
         """Do without volumes that have been missing for long, once all that they owed in these buckets is back. If this

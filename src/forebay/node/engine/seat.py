@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from forebay.core.cluster.lease import FENCED_SHARE
 from forebay.core.cluster.membership import (
     LOOK_S,
     Answered,
@@ -193,6 +194,11 @@ class Seat:
     def acts_until_s(self) -> float:
         """Until when, by the clock of leases, this node may answer for what others would take over; 0 if it may not."""
         return 0.0 if self._closed or self._wrong else self._machine.acts_until_s(self._clock.monotonic_s())
+
+    @property
+    def fenced_within_s(self) -> float:
+        """`acts_until_s` is never further ahead."""
+        return self._held.hold.ttl_s * FENCED_SHARE
 
     def home(self, bucket: str, key: str, stripe: int = 0) -> Home | None:
         """The node that everybody takes for the home of the key, or of a later stripe of it; None while nobody can

@@ -236,7 +236,7 @@ class Incoming:
         except Late:
             raise stalled(os.path.dirname(os.path.dirname(path)), "a body") from None
         except OSError as error:
-            raise _no_room(error.strerror or str(error)) from None
+            raise self._refused(error) from None
         self.path = path
         self._block = xxhash.xxh3_64()
         kept, self._body = self._body, None
@@ -294,10 +294,15 @@ class Incoming:
             self.late = True
             raise stalled(os.path.dirname(os.path.dirname(self.path)), "a body") from None
         except OSError as error:
-            if error.errno in _FULL:
-                raise _no_room("the disk is full") from None
-            log.warning("a body could not be written to %s: %s", self.path, error)
-            raise Unavailable(f"the disk failed ({error.strerror}): try again") from None
+            raise self._refused(error) from None
+
+    @staticmethod
+    def _refused(error: OSError) -> ForebayError:
+        """What the disk's refusal means for whoever sent the body."""
+        if error.errno in _FULL:
+            return _no_room("the disk is full")
+        log.warning("a body could not be written: %s", error)
+        return Unavailable(f"the disk failed ({error.strerror}): try again")
 
     def _write_out(self, piece: memoryview, at: int) -> None:
         while piece and not self.late:  # the file is closed then

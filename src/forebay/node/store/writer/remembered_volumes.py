@@ -120,7 +120,9 @@ class KnownVolumes:
             astray = tuple(bucket for bucket in buckets if bucket in strayed)
             at = KnownVolume(volume.id, volume.path, volume.mark.weight, buckets, astray)
             memory = memory.with_volume(self._measured(at, volume))
-        store.any_missed |= self._before.doubted
+        if self._before.doubted:
+            store.any_missed = True
+            store.missed |= here
         ids_below, doubted = store.next_id + IDS_AHEAD, store.any_missed
         await self._keep(msgspec.structs.replace(memory, epoch=store.epoch, ids_below=ids_below, doubted=doubted))
         self._tell(store)

@@ -67,6 +67,7 @@ class VolumeSet(Whereabouts[Volume]):
         self.unshown: dict[tuple[str, str], Volume] = {}  # keys with a change that the index has not taken yet
         self.epoch = 0  # counts the sets of volumes that served; see volume.py
         self.any_missed = False  # one was away while others served, and what it keeps for other nodes may be old
+        self.missed: set[str] = set()  # volumes that were away, or may have been
         self.superseded: set[tuple[str, str]] = set()  # volume id, bucket: made again while it was away
         self.astray: dict[str, set[str]] = {}  # by volume id: buckets of which something could not move to its place
 
@@ -111,6 +112,7 @@ class VolumeSet(Whereabouts[Volume]):
         for volume in list(self._all):
             if 0 < volume.mark.epoch < self.epoch:
                 self.any_missed = True
+                self.missed.add(volume.id)
                 try:
                     volume.missed_session()
                 except (OSError, Corrupt) as error:
