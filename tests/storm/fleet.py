@@ -343,19 +343,6 @@ def killed(fleet: Fleet, chance: random.Random) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def booted(fleet: Fleet, chance: random.Random) -> Iterator[None]:
-    """As `killed`; nothing more is promised, since what another node had may be taken over just now."""
-    (host,) = fleet.hosts_of(chance, 1)
-    host.kill()
-    until(lambda: not fleet.on_its_way(), "what it had sent has arrived")
-    try:
-        yield
-        last_s(chance, *chance.choice([(0.0, 1.0), (LEASE_S, 2 * LEASE_S)]))
-    finally:
-        host.restart()
-
-
-@contextlib.contextmanager
 def paused(fleet: Fleet, chance: random.Random) -> Iterator[None]:
     """One node's processes stand still: for a moment, or beyond its lease."""
     (host,) = fleet.hosts_of(chance, 1)
@@ -482,12 +469,18 @@ def wavering(fleet: Fleet, chance: random.Random) -> Iterator[None]:
         fleet.join()
     node = chance.choice(fleet.cluster.nodes)
     fleet.wish(node, "draining")
-    other = chance.choice([booted, paused, parted, alone, unagreed])
+    other = chance.choice([None, paused, parted, alone, unagreed])
+    (host,) = fleet.hosts_of(chance, 1)
     last_s(chance, 0.0, 2.0)
-    with other(fleet, chance):
+    if other is None:  # as `killed`; nothing more is promised, since what another node had may be taken over just now
+        host.kill()
+        until(lambda: not fleet.on_its_way(), "what it had sent has arrived")
+    with contextlib.nullcontext() if other is None else other(fleet, chance):
         yield
-        last_s(chance, 0.0, 2.0)
+        last_s(chance, *chance.choice([(0.0, 2.0), (LEASE_S, 2 * LEASE_S)]))
     fleet.wish(node, "active")
+    if other is None:
+        host.restart()
 
 
 @contextlib.contextmanager
