@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 
+import msgspec
+
 from forebay.core.cluster.records import Map, Presence
 from forebay.core.cluster.replication import Copy, Kept, Sent
 
@@ -71,3 +73,33 @@ def test_what_is_found_in_order_is_what_a_look_at_all_finds() -> None:
                 for n, there in every
                 if there.actor == actor and (after is None or n > after) and (upto is None or n <= upto)
             )
+
+
+def test_a_spare_copy_is_left_alone_until_its_home_is_gone_and_goes_with_what_the_home_lets_go_of() -> None:
+    """A node that hands over has its keys at two: the home, and whoever is second then."""
+    three = {"here": 1.0, "home": 1.0, "third": 1.0}
+    agreed = Map(4, True, three, three, three, held=4, covered=3, deposed=("gone",))
+    names = [("own", f"key-{number}") for number in range(60)]
+    spare = next(name for name in names if agreed.holder(*name) == "home")
+    mine = next(name for name in names if agreed.holder(*name) == "here")
+
+    def kept() -> Kept:
+        found = Kept("here", {name: Copy("gone", 5, 5) for name in (spare, mine)})
+        found.follow(agreed)
+        return found
+
+    here = kept()
+    assert here.acts_anew(agreed, mine)
+    assert not here.acts_anew(agreed, spare), "the home acts on it"
+    assert [here.is_spare(agreed, name) for name in (spare, mine)] == [True, False]
+    assert here.taken_over(agreed) == [mine]
+    left = {"here": 1.0, "third": 1.0}
+    later = msgspec.structs.replace(agreed, epoch=5, held=5, covered=4, holders=left)
+    assert spare in here.taken_over(later), "its home was given up: perhaps it is this node's by now"
+    assert not here.clears(spare, "gone", 4), "a late word of who had it"
+    assert not here.clears(spare, "third", 9), "it acts on something else"
+    assert here.clears(spare, "home", 1)
+    assert spare not in here.copies
+    other = kept()
+    assert not other.clears(mine, "home", 9), "this node has not taken it over yet"
+    assert mine in other.copies

@@ -137,7 +137,7 @@ def _lease() -> list[Patch]:
         deposed = self.map is not None and self.node in self.map.deposed
         return self.hold.lease or 1 if not deposed and self.node in self.nodes else 0
 
-    return [(Membership, "member", member)]
+    return [(Membership, "member", member), (Membership, "acts_until_s", lambda self, now_s: now_s + 1.0)]
 
 
 def _aside() -> list[Patch]:

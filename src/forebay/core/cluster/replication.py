@@ -78,15 +78,16 @@ class Kept:
         for names in self._names.values():
             names.sort()
         self._held = 0
-        self._deposed: tuple[str, ...] = ()
+        self._known: Map | None = None
         self._spare: set[Name] = set()  # found to be at home elsewhere, by these holders
         self._floors: dict[tuple[str, Name], int] = {}
         self._floor: dict[str, int] = {}  # of each actor, for all its keys
 
     def follow(self, agreed: Map) -> None:
         """The map that the node knows from now on."""
+        self._known = agreed
         if agreed.held != self._held:
-            self._held, self._deposed = agreed.held, agreed.deposed
+            self._held = agreed.held
             self._spare.clear()
             self._floors.clear()
             self._floor.clear()
@@ -140,13 +141,18 @@ class Kept:
             self._floor[old] = max(below, self._floor.get(old, 0))
             del self._floors[next(iter(self._floors))]
         there = self.copies.get(name)
-        if there is not None and there.actor in self._deposed:  # who took it over has let go of it
+        if there is not None and self._took_over(actor, there.actor, name):
             self._remove(name)
             return True
         if there is None or there.actor != actor or there.number > number:
             return False
         self._remove(name)
         return True
+
+    def _took_over(self, actor: str, other: str, name: Name) -> bool:
+        """Whether `actor` acts on the key in the place of the other, who was deposed: what is here was a spare copy."""
+        known = self._known
+        return known is not None and other in known.deposed and actor != other and known.holder(*name) == actor
 
     def compare(
         self,
@@ -193,7 +199,8 @@ class Kept:
         if not agreed.is_taking_over or self.node not in agreed.holders:
             return []
         names = (name for actor in agreed.deposed for name in self._names.get(actor, ()))
-        return [name for name in names if name not in self._spare]
+        spare = self._spare if agreed.held == self._held else set[Name]()
+        return [name for name in names if name not in spare]
 
     def is_spare(self, agreed: Map, name: Name) -> bool:
         """Whether another holder is to take the key over, who has a copy too. (A look at all would take seconds.)"""

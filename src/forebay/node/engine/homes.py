@@ -318,11 +318,8 @@ class Homes:
                 raise Unavailable("it is not heard of" if place is None else "nodes with identities need --peer-key")
             return await self._peers.owed(place, bucket, prefix, after)
         except ForebayError as error:
-            raise Unavailable(
-                f"node {node} may have what no backend has of {bucket}, and does not say ({error.message}): start it "
-                f"again; if it never will be, give it up with `forebay drain {node} --give-up`",
-                retry_after_s=1.0,
-            ) from error
+            what = f"node {node} may have what no backend has of {bucket}"
+            raise _does_not_say(what, node, error, lives=place is not None) from error
 
     def _has(self, bucket: str, key: str) -> bool:
         """Whether this node has something of the key that nobody else has, or had it and was not asked since."""
@@ -380,12 +377,8 @@ class Homes:
                 if not await self._peers.claim(place, *name):
                     return node
             except ForebayError as error:
-                raise Unavailable(
-                    f"node {node} may have what no backend has of {name[0]}/{name[1]}, and does not say "
-                    f"({error.message}): start it again; if it never will be, give it up with "
-                    f"`forebay drain {node} --give-up`",
-                    retry_after_s=1.0,
-                ) from error
+                what = f"node {node} may have what no backend has of {name[0]}/{name[1]}"
+                raise _does_not_say(what, node, error, lives=place is not None) from error
         return ""
 
     async def claim(self, bucket: str, key: str) -> bool:
@@ -485,6 +478,17 @@ class Homes:
                     self._store.unconfirm(bucket, key, MISSED)
             await asyncio.sleep(0)
         return owned
+
+
+def _does_not_say(what: str, node: str, error: ForebayError, *, lives: bool) -> Unavailable:
+    """Who lives is not to be given up."""
+    if lives:
+        return Unavailable(f"{what}, and does not say now ({error.message}): try again", retry_after_s=1.0)
+    return Unavailable(
+        f"{what}, and does not say ({error.message}): start it again; if it never will be, give it up with "
+        f"`forebay drain {node} --give-up`",
+        retry_after_s=1.0,
+    )
 
 
 def _note(names: dict[Name, None], name: Name) -> None:

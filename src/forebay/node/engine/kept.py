@@ -356,7 +356,8 @@ class KeptCopies:
             if not self.acts_anew(name):
                 return
             record = self._store.lookup(copies_of(bucket), key)
-            if there is not None and name in self._old - self._superseded and self.is_gone(there.actor):
+            perhaps = name in self._old and name not in self._superseded
+            if there is not None and perhaps and self.is_gone(there.actor):
                 log.warning("%s/%s may be old, and node %s, which knew, was given up", bucket, key, there.actor)
                 self._old.discard(name)
             if there is None or name in self._old or not self._is_there(name):
