@@ -14,7 +14,7 @@ import pytest
 
 from forebay.core.cluster.records import Map
 from forebay.core.errors import ForebayError, Unavailable
-from forebay.core.messages.calls import PutCall
+from forebay.core.messages.calls import PutCall, VolumeNamed
 from forebay.core.messages.copied import CompareCopies, CopiesSaid, SendAgain, copies_of
 from forebay.node.engine.kept import KeptCopies
 from forebay.node.engine.returns import Returns
@@ -226,6 +226,43 @@ def test_what_may_be_on_a_disk_that_is_not_here_is_refused_until_it_is(
             await after(second, other)
 
     asyncio.run(story())
+
+
+def test_a_node_owes_nothing_on_a_disk_that_was_given_up(rigged: Rigged, two_disks: tuple[str, str]) -> None:
+    """Else one whose disk failed would never be drained."""
+
+    async def story(rig: Rig) -> None:
+        engine = rig.engine
+        await engine.buckets.put(OWN)
+        disk = engine.store.usable()[0].id
+        for key in [key for key in KEYS if engine.store.volume_of("own", key) == disk]:
+            await engine.writes.put(PutCall("own", key, 5, body=b"acked"))
+        assert engine._owes_bytes() > 0
+        fail(rig, disk)
+        assert engine._owes_bytes() > 0, "it may come back"
+        await engine.volumes.give_up(VolumeNamed(disk))
+        assert engine._owes_bytes() == 0
+
+    rigged(story, volumes=two_disks)
+
+
+def test_a_write_that_waited_until_its_node_had_handed_over_is_not_made(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        replicas, other = beside_another(rig)
+        await rig.engine.buckets.put(OWN)
+        real = other.keep_copy
+
+        async def keep(*arguments: Any, **more: Any) -> None:
+            await real(*arguments, **more)
+            one = {"other": 1.0}
+            replicas._seat.agreed = Map(3, True, one, one, one, held=2, covered=2)  # type: ignore[misc]
+
+        other.keep_copy = keep  # type: ignore[method-assign]
+        with pytest.raises(Unavailable, match="handed its keys over"):
+            await rig.engine.writes.put(PutCall("own", "key", 5, body=b"later"))
+        assert rig.engine.store.owned("own", "key") is None
+
+    rigged(story)
 
 
 def test_a_node_that_was_taken_over_sends_what_others_lack_and_nothing_else(rigged: Rigged) -> None:

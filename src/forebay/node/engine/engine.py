@@ -530,7 +530,7 @@ class Engine:
         """How much would be lost with this node's disks; at least 1 if anything."""
         if not self.catching_up.is_done:
             return 1
-        owed = sum(usage.owned_bytes for usage in self.store.usage())
+        owed = sum(usage.owned_bytes for usage in self.store.usage() if usage.state != "out")  # as missing, below
         for bucket in self.buckets.all():
             owed += self.flusher.totals(bucket.name).objects + len(self.volumes.missing(bucket.name))
         return owed

@@ -186,10 +186,13 @@ class Replicas:
 
     async def _kept_first(self, name: Name, first: _Copy, act: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """`act`, which makes the key what the copy is of, once the second keeps that."""
+        holds = self.node_id in self._agreed().holders
         write = self.sent.begin(name)
         try:
             held = await self._place(name, first)
             try:
+                if holds and self.node_id not in self._agreed().holders:
+                    raise Unavailable("this node has handed its keys over. It may have been written: look first")
                 result = await act()
             except BaseException:
                 await self._take_back(name)
