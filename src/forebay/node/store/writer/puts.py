@@ -435,7 +435,11 @@ class Puts:
 
     def _not_shown(self, volume: Volume, step: _Step) -> None:
         """The index could not take it. A durable change comes into view later; any other is undone."""
-        step.error = no_room(volume, f"the index of volume {volume.path} could not be written")
+        if volume.state == "out":
+            why = f"volume {volume.path} failed ({volume.reason})"
+            step.error = Unavailable(f"{why}. It may have been written: look before you write it again")
+        else:
+            step.error = no_room(volume, f"the index of volume {volume.path} could not be written")
         if not step.durable:
             volume.desk.begin(self._undo, volume, step)
 
