@@ -103,3 +103,12 @@ def test_a_spare_copy_is_left_alone_until_its_home_is_gone_and_goes_with_what_th
     other = kept()
     assert not other.clears(mine, "home", 9), "this node has not taken it over yet"
     assert mine in other.copies
+
+
+def test_a_copy_of_what_is_being_written_stays_though_no_list_has_it() -> None:
+    """It may be kept and not committed yet; its actor looks at it again when it has ended."""
+    name = ("own", "key")
+    for busy in ([name], []):
+        kept = Kept("here", {name: Copy("there", 5, 5)})
+        found = kept.compare(AGREED, 1, "there", 9, {}, busy)
+        assert found == ([], [] if busy else [name])

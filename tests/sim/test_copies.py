@@ -15,7 +15,7 @@ FIRST = {"astray": 100, "busy": 800, "fence": 31, "floors": 71, "relook": 300}
 
 
 def test_a_seed_is_the_same_world_whatever_the_hash_seed() -> None:
-    runs = [told("--copies", "--seed", "7", hash_seed=hash_seed) for hash_seed in ("1", "2")]
+    runs = [told("--copies", "--seed", "1", hash_seed=hash_seed) for hash_seed in ("1", "2")]
     assert runs[0].returncode == 0, runs[0].stdout[-3000:] + runs[0].stderr
     assert runs[0].stdout == runs[1].stdout
     assert "takes over" in runs[0].stdout
