@@ -38,24 +38,6 @@ def _floors() -> list[Patch]:
     return [(Kept, "takes", takes)]
 
 
-def _busy() -> list[Patch]:
-    """What is not on a list leaves, though it is being written."""
-    real = Kept.compare
-
-    def compare(
-        self: Kept,
-        agreed: Map,
-        held: int,
-        actor: str,
-        number: int,
-        listed: Mapping[Name, int],
-        busy: Collection[Name],
-    ) -> tuple[list[Name], list[Name]] | None:
-        return real(self, agreed, held, actor, number, listed, ())
-
-    return [(Kept, "compare", compare)]
-
-
 def _astray() -> list[Patch]:
     """Copies of what is being written stay at who keeps them, whoever should."""
     real = Sent.listed
@@ -170,7 +152,6 @@ def _relook() -> list[Patch]:
 PLANTS: Plants = {
     "aside": _aside,
     "astray": _astray,
-    "busy": _busy,
     "clear-first": _clear_first,
     "covered": _covered,
     "deposed": _deposed,
