@@ -534,6 +534,24 @@ def test_a_node_with_local_objects_hands_them_over_and_goes() -> None:
     assert node.member(town.now_s)
 
 
+def test_what_is_left_of_copies_once_all_was_covered_is_nobodys_whatever_changes_later() -> None:
+    """A spare copy would become a second owner's, when its key has another home by a later map."""
+    town = local_town()
+    town.keeping.add("a")
+    town.want("a", "draining")
+    town.copying = {"b"}
+    town.quiet()
+    assert town.map.is_taking_over
+    town.copying = {"b", "c"}
+    town.quiet()
+    assert (town.map.deposed, town.map.is_taking_over) == (("a",), False)
+    town.start("d", local=LOCAL_TWICE)
+    town.quiet(20.0)
+    assert "d" in town.map.holders
+    assert town.map.covered < town.map.held, "D has not compared"
+    assert (town.map.deposed, town.map.is_taking_over) == (("a",), False)
+
+
 def test_what_lies_on_two_nodes_does_so_still_when_a_node_has_handed_over() -> None:
     town = local_town("abcd")
     town.busy.add("b")

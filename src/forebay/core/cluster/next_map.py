@@ -114,10 +114,11 @@ class Succession:
         past = tuple(each for each in before.past if not self._is_over(each))
         holders = self._holders(owners)
         deposed = tuple(node for node in before.deposed if node not in holders and self._stays_deposed(node))
-        held, leaving = before.held, self._leaving(holders)
+        held, leaving, deposed_at = before.held, self._leaving(holders), before.deposed_at
         if holders == before.holders and leaving == before.leaving and (gone := self._taken_over()):
             holders = {node: weight for node, weight in holders.items() if node != gone}
-            held, deposed = before.epoch + 1, (*deposed, gone)  # the others keep what they had, so nobody is asked
+            held = deposed_at = before.epoch + 1
+            deposed = (*deposed, gone)  # the others keep what they had, so nobody is asked
             said = [gone, *sorted(before.holders)][:CHANGES_MAX]  # what the others said of lost copies counts, too
             self._reasons |= {NODES + gone, *(ALIVE + node for node in said)}
         elif holders == before.holders and leaving != before.leaving:
@@ -141,7 +142,8 @@ class Succession:
             known.covered,
             deposed,
             known.lost,
-            leaving if leaving in holders else "",
+            leaving=leaving if leaving in holders else "",
+            deposed_at=deposed_at,
         )
         return Next(changed, frozenset(self._reasons))
 

@@ -122,7 +122,9 @@ class Loss(msgspec.Struct, frozen=True):
 
 class Map(msgspec.Struct, frozen=True, dict=True):
     """Who owns which keys: weights by node. `former`: before that. `holders`, `past`: the same of what only nodes
-    have. `held`, `covered`, `deposed`, `lost`: see the module. `leaving`: the holder that hands over next, if any."""
+    have. `held`, `covered`, `deposed`, `lost`: see the module. `leaving`: the holder that hands over next, if any.
+    `deposed_at`: the epoch by which somebody was deposed last; once all was covered since, what is left of their copies
+    is nobody's (0: a release that did not say)."""
 
     epoch: int
     active: bool
@@ -135,6 +137,7 @@ class Map(msgspec.Struct, frozen=True, dict=True):
     deposed: tuple[str, ...] = ()
     lost: dict[str, Loss] = {}
     leaving: str = ""
+    deposed_at: int = 0
 
     @property
     def due(self) -> int:
@@ -149,7 +152,7 @@ class Map(msgspec.Struct, frozen=True, dict=True):
     @property
     def is_taking_over(self) -> bool:
         """Whether somebody was deposed whose copies others may still have to make their own."""
-        return bool(self.deposed) and self.covered < self.held
+        return bool(self.deposed) and self.covered < (self.deposed_at or self.held)
 
     def was_made_again(self, node: str, incarnation: str, losses: int) -> bool:
         """Whether all copies are there again that this process of the node found gone, so many times."""
