@@ -538,8 +538,11 @@ def test_what_is_left_of_copies_once_all_was_covered_is_nobodys_whatever_changes
     """A spare copy would become a second owner's, when its key has another home by a later map."""
     town = local_town()
     town.keeping.add("a")
+    town.busy.add("a")
     town.want("a", "draining")
+    town.quiet()
     town.copying = {"b"}
+    town.step("a", StoodAside(town.turns["a"]))
     town.quiet()
     assert town.map.is_taking_over
     town.copying = {"b", "c"}
