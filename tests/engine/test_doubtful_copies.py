@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +21,8 @@ from forebay.core.messages.calls import PutCall, VolumeNamed
 from forebay.core.messages.copied import CompareCopies, CopiesSaid, SendAgain, copies_of
 from forebay.node.engine.kept import KeptCopies
 from forebay.node.engine.returns import Returns
+from forebay.node.store.disk import volume as volume_module
+from tests.patience import until_async
 
 from .conftest import Rig
 from .conftest import rig as rigged_at
@@ -244,6 +249,27 @@ def test_a_node_owes_nothing_on_a_disk_that_was_given_up(rigged: Rigged, two_dis
         assert engine._owes_bytes() == 0
 
     rigged(story, volumes=two_disks)
+
+
+@pytest.mark.parametrize(("code", "state"), [(errno.EIO, "out"), (errno.EROFS, "out"), (errno.ENOSYS, "ok")])
+def test_an_idle_disk_that_fails_is_noticed(
+    rigged: Rigged, monkeypatch: pytest.MonkeyPatch, code: int, state: str
+) -> None:
+    async def story(rig: Rig) -> None:
+        volume, touched = rig.engine.store.usable()[0], threading.Event()
+
+        def utime(fd: int) -> None:
+            touched.set()
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(volume_module.os, "utime", utime)
+        rig.engine.store.housekeep()
+        await until_async(touched.is_set)
+        await until_async(lambda: volume.desk.oldest() is None)
+        monkeypatch.undo()
+        assert volume.state == state
+
+    rigged(story)
 
 
 def test_a_write_that_waited_until_its_node_had_handed_over_is_not_made(rigged: Rigged) -> None:

@@ -68,6 +68,7 @@ REBUILDING = b"rebuilding"  # in the index while it is: why
 STALLED_RETRY_S = 5.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NOT_THE_DISK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
+_DEAD = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.EUCLEAN)
 
 log = logging.getLogger("forebay.store")
 Result = TypeVar("Result")
@@ -462,7 +463,8 @@ class Volume:
         try:
             os.utime(self._lock_fd)
         except OSError as error:
-            self.trouble(error, "touching a file")
+            if error.errno in _DEAD:  # others are a filesystem's that knows no times
+                self.trouble(error, "touching a file")
 
     def trouble(self, error: Exception, doing: str) -> Unavailable:
         """Note the failure and return the error to raise. Any thread."""
