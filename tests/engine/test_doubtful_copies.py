@@ -26,7 +26,7 @@ from tests.patience import until_async
 
 from .conftest import Rig
 from .conftest import rig as rigged_at
-from .test_lost_copies import KEYS, OWN, fail, kept_copies, sent, two_disks
+from .test_lost_copies import KEYS, OWN, fail, kept_copies, sent, started_twice, two_disks
 from .test_replicas import beside_another
 
 __all__ = ["two_disks"]
@@ -107,13 +107,7 @@ def test_copies_that_a_disk_brings_back_wait_for_their_actors_word(tmp_path: Pat
         assert rig.engine.store.owned("own", old) is None
         assert not kept.waiting
 
-    async def story() -> None:
-        async with rigged_at(tmp_path / "node", volumes=two_disks) as first:
-            names = await before(first)
-        async with rigged_at(tmp_path / "node", volumes=two_disks) as second:
-            await after(second, *names)
-
-    asyncio.run(story())
+    started_twice(tmp_path, two_disks, before, after)
 
 
 def test_what_was_made_again_while_a_disk_was_away_is_worth_nothing_when_it_is_back(
@@ -164,13 +158,13 @@ def test_what_was_made_again_while_a_disk_was_away_is_worth_nothing_when_it_is_b
 def test_an_actors_list_says_that_what_a_disk_brought_back_is_current(
     tmp_path: Path, two_disks: tuple[str, str]
 ) -> None:
-    async def before(rig: Rig) -> str:
+    async def before(rig: Rig) -> list[str]:
         await rig.engine.buckets.put(OWN)
         kept, disk = kept_copies(rig, lambda: both_hold(rig)), rig.engine.store.usable()[0].id
         key = next(key for key in KEYS if rig.engine.store.volume_of(copies_of("own"), key) == disk)
         await kept.answer(sent(key, 10, 5, b"kept"))
         fail(rig, disk)
-        return key
+        return [key]
 
     async def after(rig: Rig, key: str) -> None:
         maps = [both_hold(rig)]
@@ -181,13 +175,7 @@ def test_an_actors_list_says_that_what_a_disk_brought_back_is_current(
         await kept.take_over(("own", key))
         assert rig.engine.store.owned("own", key) is not None
 
-    async def story() -> None:
-        async with rigged_at(tmp_path / "node", volumes=two_disks) as first:
-            key = await before(first)
-        async with rigged_at(tmp_path / "node", volumes=two_disks) as second:
-            await after(second, key)
-
-    asyncio.run(story())
+    started_twice(tmp_path, two_disks, before, after)
 
 
 def test_what_may_be_on_a_disk_that_is_not_here_is_refused_until_it_is(

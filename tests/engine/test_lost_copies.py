@@ -160,6 +160,18 @@ def test_what_a_stalled_disk_wrote_after_all_is_compared_again(rigged: Rigged, m
     rigged(story)
 
 
+def started_twice(root: Path, disks: tuple[str, str], before: Callable[[Rig], Any], after: Callable[..., Any]) -> None:
+    """Two lives of one node; what the first returns, the second is told."""
+
+    async def story() -> None:
+        async with rigged_at(root / "node", volumes=disks) as first:
+            told = await before(first)
+        async with rigged_at(root / "node", volumes=disks) as second:
+            await after(second, *told)
+
+    asyncio.run(story())
+
+
 # --- what is kept here for others ------------------------------------------------------------------------------------
 def kept_copies(rig: Rig, agreed: Callable[[], Map]) -> KeptCopies:
     engine = rig.engine
@@ -179,7 +191,7 @@ def test_an_old_copy_that_a_disk_brings_back_is_not_taken_over(tmp_path: Path, t
     """Its actor died long ago, and what was taken over from it was deleted since."""
     maps: list[Map] = []
 
-    async def before(rig: Rig) -> str:
+    async def before(rig: Rig) -> list[str]:
         engine = rig.engine
         both = {engine.node_id: 1.0, "gone": 1.0}
         maps.append(Map(1, True, both, both, both, held=1, covered=1))
@@ -201,7 +213,7 @@ def test_an_old_copy_that_a_disk_brings_back_is_not_taken_over(tmp_path: Path, t
         maps.append(msgspec.structs.replace(maps[-1], covered=2))
         if engine.store.owners.of_key("own", key) is None:
             await engine.writes.delete(DeleteCall("own", key))
-        return key
+        return [key]
 
     async def after(rig: Rig, key: str) -> None:
         kept = kept_copies(rig, lambda: maps[-1])
@@ -214,10 +226,4 @@ def test_an_old_copy_that_a_disk_brings_back_is_not_taken_over(tmp_path: Path, t
         await kept.tidy()
         assert kept.ledger.copies == {}
 
-    async def story() -> None:
-        async with rigged_at(tmp_path / "node", volumes=two_disks) as first:
-            key = await before(first)
-        async with rigged_at(tmp_path / "node", volumes=two_disks) as second:
-            await after(second, key)
-
-    asyncio.run(story())
+    started_twice(tmp_path, two_disks, before, after)

@@ -443,13 +443,19 @@ def joined(fleet: Fleet, chance: random.Random) -> Iterator[None]:
     yield
 
 
-@contextlib.contextmanager
-def drained(fleet: Fleet, chance: random.Random) -> Iterator[None]:
-    """A node is drained. Once it is gone its machine is taken away, with its disks; else it is taken back."""
+def begin_to_drain(fleet: Fleet, chance: random.Random) -> Node:
+    """Some node; enough stay."""
     if len(fleet.cluster.nodes) <= NODES_MIN:
         fleet.join()
     node = chance.choice(fleet.cluster.nodes)
     fleet.wish(node, "draining")
+    return node
+
+
+@contextlib.contextmanager
+def drained(fleet: Fleet, chance: random.Random) -> Iterator[None]:
+    """A node is drained. Once it is gone its machine is taken away, with its disks; else it is taken back."""
+    node = begin_to_drain(fleet, chance)
     yield
     stays = "local" in fleet.kinds and not fleet.takes_over
     with contextlib.suppress(AssertionError) if stays else contextlib.nullcontext():
@@ -465,10 +471,7 @@ def drained(fleet: Fleet, chance: random.Random) -> Iterator[None]:
 @contextlib.contextmanager
 def wavering(fleet: Fleet, chance: random.Random) -> Iterator[None]:
     """A node is drained and taken back at any moment, while something happens to it, or to another."""
-    if len(fleet.cluster.nodes) <= NODES_MIN:
-        fleet.join()
-    node = chance.choice(fleet.cluster.nodes)
-    fleet.wish(node, "draining")
+    node = begin_to_drain(fleet, chance)
     other = chance.choice([None, paused, parted, alone, unagreed])
     (host,) = fleet.hosts_of(chance, 1)
     last_s(chance, 0.0, 2.0)

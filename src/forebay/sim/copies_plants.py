@@ -50,7 +50,7 @@ def _astray() -> list[Patch]:
     return [(Sent, "listed", listed)]
 
 
-def _covered() -> list[Patch]:
+def covered() -> list[Patch]:
     """A missing node is taken over whether or not all was covered."""
     real = Succession._taken_over
 
@@ -153,7 +153,7 @@ PLANTS: Plants = {
     "aside": _aside,
     "astray": _astray,
     "clear-first": _clear_first,
-    "covered": _covered,
+    "covered": covered,
     "deposed": _deposed,
     "fence": _fence,
     "floors": _floors,

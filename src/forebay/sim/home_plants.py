@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from forebay.core.cluster.membership import Membership
-from forebay.core.cluster.next_map import Succession
 from forebay.core.cluster.records import Map, Presence
 from forebay.core.cluster.replication import Kept, Sent
 from forebay.core.machines import sent_bodies
@@ -26,6 +25,7 @@ from forebay.node.engine.replicas import Replicas
 from forebay.node.engine.seat import Home
 from forebay.node.front.objects import relay
 from forebay.node.store.writer.puts import Change
+from forebay.sim.copies_plants import covered
 from forebay.sim.doors import Patch
 from forebay.sim.plants import Plants
 
@@ -113,18 +113,6 @@ def _clear() -> list[Patch]:
     return [(Replicas, "clear", clear)]
 
 
-def _covered() -> list[Patch]:
-    """A node that is missing is taken over whether or not all that it had is kept by others."""
-    real = Succession._taken_over
-
-    def taken_over(succession: Succession) -> str | None:
-        holders = succession._before.holders
-        missing = next((node for node in sorted(holders) if succession._is_missing(node)), None)
-        return real(succession) or (missing if len(holders) > 1 else None)
-
-    return [(Succession, "_taken_over", taken_over)]
-
-
 def _deposed() -> list[Patch]:
     """A node that was taken over comes back with what it had."""
 
@@ -207,7 +195,7 @@ PLANTS: Plants = {
     "clear": _clear,
     "compared": _compared,
     "confirmed": _confirmed,
-    "covered": _covered,
+    "covered": covered,
     "deposed": _deposed,
     "fresh": _fresh,
     "home": _home,
