@@ -265,6 +265,9 @@ def _sweep(number: int) -> None:
     with contextlib.suppress(NoBox):  # it goes with the namespace of its other end, sooner or later
         _do("ip", "link", "del", _operator(number))
     for folder in Path(tempfile.gettempdir()).glob(_namespace(number, "*")):
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            if (place := line.split()[1]).startswith(f"{folder}/"):  # a disk of a host whose owner was killed
+                _do("umount", "--lazy", place)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -72,9 +72,9 @@ class Cluster:
             box.host(f"etcd{number}").place(member)
             member.settle()  # each is told of all
         self.bucket = box.host("bucket").place(SeaweedFS())
-        self._key = box.dir / "peer.key"
-        self._key.write_text("a key that all nodes of this box have, and nobody else")
-        self._key.chmod(0o600)
+        self.peer_key = box.dir / "peer.key"
+        self.peer_key.write_text("a key that all nodes of this box have, and nobody else")
+        self.peer_key.chmod(0o600)
         self._config = box.dir / "node.toml"
         self._config.write_text(f"lease = {lease_s}\ntake_over = {'true' if takes_over else 'false'}\n{settings}")
         self._volumes = volumes
@@ -84,8 +84,13 @@ class Cluster:
 
     def grow(self, count: int) -> None:
         """Start so many nodes more; return when all agree that all are active."""
+        self.start(count)
+        self.wait_agreed()
+
+    def start(self, count: int) -> None:
+        """Start so many nodes more; return when each answers."""
         etcd = ",".join(f"{host}:{port}" for host, port in self.etcd.addresses)
-        options = ("--cluster", f"etcd://{etcd}/box", "--peer-key", str(self._key), "--config", str(self._config))
+        options = ("--cluster", f"etcd://{etcd}/box", "--peer-key", str(self.peer_key), "--config", str(self._config))
         for _ in range(count):
             self._made += 1
             host = self.box.host(f"node{self._made}", up_bit_s=self._up_bit_s)
@@ -97,7 +102,6 @@ class Cluster:
             self.nodes.append(host.place(node))
             node.within += self._environment
         self.box.start(*self.nodes[len(self.nodes) - count :])
-        self.wait_agreed()
 
     def remove(self, node: Node) -> None:
         """End a node's machine, disks too, as whoever drained it does."""

@@ -355,6 +355,17 @@ ROWS: tuple[Row, ...] = (
         peer="limit",
     ),
     Row(
+        "nodes-join",
+        "scale",
+        "a node comes while 3 have 1,024 files of 1 MiB that the bucket, out of reach, has not; clients read and write",
+        "bench.rows.many_nodes:joined",
+        (Objects("dirty", MIB, 1024),),
+        (Objects("dirty", MIB, 48),),
+        NODE_LINK,
+        {"beyond": at_most(2.0, "≤ 2 s"), "failed": at_most(0)},
+        peer="limit",
+    ),
+    Row(
         "nodes-crash",
         "scale",
         "a machine of 4 goes away without a word while clients read and write; lease 10 s",

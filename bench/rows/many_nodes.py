@@ -432,6 +432,72 @@ def _read(node: Node, keys: Sequence[str]) -> None:
             client.get_many([Item(BUCKET, key) for key in keys[first : first + BATCH]])
 
 
+# --- a join ----------------------------------------------------------------------------------------------------------
+def joined(lab: Lab, row: Row) -> Result:
+    """A node comes while three have files that no backend has: until it holds its part, and all is on two nodes."""
+    (objects,) = row.quick if lab.quick else row.objects
+    body = _random_file(lab, objects.size_bytes).read_bytes()
+    beyond, whole, moved, failed, notes = [], [], [], [], []
+    for _ in range(1 if lab.quick else row.rounds):
+        with Box() as box:
+            clients = [box.host(f"client{number}") for number in range(2)]
+            cluster = Cluster(box, 3, up_bit_s=_link_bit_s(row), takes_over=True)
+            cluster.add_bucket(WRITTEN, "back", copies=2)
+            box.hosts["bucket"].unplug()  # so that all stays dirty
+            keys = [objects.key(number) for number in range(objects.count)]
+            with cluster.nodes[0].client() as client, ThreadPoolExecutor(row.connections) as pool:
+                list(pool.map(lambda key, client=client: client.put(WRITTEN, key, body), keys))
+            cluster.wait_covered()
+            how = ("--sdk", cluster.nodes[0].endpoint, "--bucket", WRITTEN, "--at-once", "1")
+            written = [f"written/{number}" for number in range(64)]
+            users = [Reading(clients[0], keys, *how), Reading(clients[1], written, *how, "--write")]
+            time.sleep(SETTLE_S)
+            began = time.monotonic()
+            senders = cluster.hosts[:]
+            cluster.start(1)
+            answers, before = time.monotonic(), sum(host.carried()[0] for host in senders)
+            cluster.wait_agreed()
+            cluster.wait_covered()
+            ended, sent = time.monotonic(), sum(host.carried()[0] for host in senders) - before
+            time.sleep(SETTLE_S)
+            failed.append(0.0)
+            for user in users:
+                _, errors = user.end()
+                failed[-1] += len(errors)
+                notes += [f"{when - began:+.1f} s: {key}: {said}" for when, key, said in errors[:2]]
+            came = _kept_by(cluster.nodes[-1], keys) * objects.size_bytes
+            moved.append(came / objects.bytes_total)
+            whole.append(ended - answers)
+            beyond.append(ended - answers - sent / (3 * row.link.rate_bytes_s))
+            with cluster.nodes[-1].client() as client:
+                if any(client.get(WRITTEN, key) != body for key in random.sample(keys, 16)):
+                    raise load.LoadFailed("the newcomer does not read what was written before it came")
+    return Result(
+        row,
+        (
+            bounded("beyond what three links take for what they sent", "s", row.goals["beyond"], beyond),
+            bounded("until all is on two nodes", "s", REPORTED, whole),
+            bounded("moved / written", "", REPORTED, moved),
+            bounded("reads and writes that failed", "", row.goals["failed"], failed),
+        ),
+        notes=(
+            "from the newcomer's first answer on; readers and a writer use the links meanwhile",
+            *notes[:4],
+        ),
+    )
+
+
+def _kept_by(newcomer: Node, keys: Sequence[str]) -> int:
+    """How many keys have one of their two copies at a node that came last: it is the first or the second of them."""
+    with newcomer.client() as client:
+        nodes, own = client.node_map().nodes, client.status().node_id
+    members = Members({node.node_id: node.weight for node in nodes})
+    kept = sum(own in members.order(WRITTEN, key)[:2] for key in keys)
+    if newcomer.counter("forebay_kept_copies") < kept:
+        raise load.LoadFailed(f"the newcomer keeps fewer than the {kept} copies that it should")
+    return kept
+
+
 # --- a crash ---------------------------------------------------------------------------------------------------------
 def crash(lab: Lab, row: Row) -> Result:
     """A machine of four goes away, without a word, while clients read, and write what no backend has."""

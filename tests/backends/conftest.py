@@ -12,7 +12,7 @@ from obstore.store import AzureStore
 
 from bench import servers
 from forebay.backends.local import memory
-from tests.backends.backend_places import Place, numbers, s3_place, write_file
+from tests.backends.backend_places import CodedPlace, Place, numbers, s3_place, write_file
 
 
 @pytest.fixture
@@ -23,6 +23,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         name = f"test-{next(numbers)}"
         headers = (("content-type", "text/plain"), ("cache-control", "max-age=5"), ("x-amz-meta-color", "red"))
         yield Place(kind, f"memory://{name}", {}, lambda key, data: memory.named(name).place(key, data, headers))
+    elif kind == "coded":
+        yield CodedPlace()
     elif kind == "file":
         yield Place(
             kind,

@@ -11,7 +11,7 @@ from forebay.core.errors import NotFound, NotSupported
 from forebay.core.s3rules.tags import format_tags
 from tests.backends.backend_places import WRITTEN, Place, read, run
 
-TAGGED = {"memory", "s3", "s3-keys", "azure"}
+TAGGED = {"memory", "coded", "s3", "s3-keys", "azure"}
 TAGS = format_tags([("project", "blue sky"), ("stage", "a/b+c")])
 
 

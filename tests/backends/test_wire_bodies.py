@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from forebay.backends.http.bodies import Exchange
 from forebay.backends.http.requests import Wire, anonymous
+from forebay.backends.seam import Body
 from forebay.core import limits
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until_async
 
 HEAD = b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\nETag: "1"\r\n\r\n'
 
@@ -64,3 +69,37 @@ def test_a_body_that_has_stopped_is_closed_at_once(
         wire.close()
 
     asyncio.run(story())
+
+
+def test_what_the_network_has_not_taken_of_a_write_that_was_given_up_never_arrives() -> None:
+    """It would, when the network is back, and undo what others wrote since."""
+    body = os.urandom(256 * 1024)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)  # the rest waits at the sender
+
+        async def story() -> socket.socket:
+            wire = Wire(f"http://127.0.0.1:{server.getsockname()[1]}/bucket", anonymous, {})
+            telling = asyncio.ensure_future(wire.tell("PUT", "key", body=Body(len(body), body)))
+            connection, _ = await asyncio.to_thread(server.accept)
+            await until_async(lambda: len(connection.recv(1 << 20, socket.MSG_PEEK)) > 1024, "that it sends")
+            (exchange,) = [one for one in gc.get_objects() if type(one) is Exchange and one._busy]
+            await until_async(lambda: _waits_for_an_answer(exchange), "that all of it is with the kernel")
+            telling.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await telling
+            await until_async(lambda: exchange.connection is None, "that it is closed")
+            wire.close()
+            return connection
+
+        with asyncio.run(story()) as connection:
+            arrived = b""
+            with contextlib.suppress(ConnectionResetError):
+                while data := connection.recv(1 << 20):
+                    arrived += data
+    assert len(arrived) < len(body) // 2
+
+
+def _waits_for_an_answer(exchange: Exchange) -> bool:
+    """Whether nothing is left to be handed to the kernel: a thread of it waits in a receive."""
+    frames = [frame for frame in sys._current_frames().values() if frame.f_code.co_name == "readinto"]
+    return exchange.connection is not None and bool(frames)

@@ -30,14 +30,16 @@ sock.sendall(b"GET /file HTTP/1.0\\r\\n\\r\\n")
 print(sock.recv(12).decode())
 """
 HELD = """
-import sys, time
+import subprocess, sys, time
 from pathlib import Path
 from bench.box import Box
 from bench.servers import Nginx
 with Box() as box:
     nginx = box.host("web").place(Nginx(Path(sys.argv[1])))
     box.start(nginx)
-    print(box.number, nginx.pid, flush=True)
+    (box.dir / "disk").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "none", str(box.dir / "disk")], check=True)
+    print(box.number, nginx.pid, box.dir, flush=True)
     time.sleep(600)
 """
 
@@ -123,7 +125,8 @@ def test_what_a_killed_harness_leaves_the_next_one_removes(box: Box, root: Path)
     command = [sys.executable, "-c", HELD, str(root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(boxes.__file__).parents[1]) as other:
         assert other.stdout is not None
-        number, pid = map(int, other.stdout.readline().split())
+        *numbers, folder = other.stdout.readline().split()
+        number, pid = map(int, numbers)
         try:
             assert number != box.number
             with Box() as third:  # which leaves alone whatever somebody holds
@@ -141,6 +144,8 @@ def test_what_a_killed_harness_leaves_the_next_one_removes(box: Box, root: Path)
             return not web.exists()
 
     until(gone)
+    assert not Path(folder).exists()
+    assert folder not in Path("/proc/self/mounts").read_text()
     until(lambda: not Path(f"/proc/{pid}").exists())
 
 

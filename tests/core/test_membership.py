@@ -246,6 +246,9 @@ def test_what_only_nodes_have_stays_at_home_until_its_node_is_drained_or_given_u
         assert town.map.earlier("b", key) == {held} - {holds}
     town.keeping.clear()
     town.quiet()
+    assert town.map.past == (past,), "it says which keys others may have copies of"
+    town.copying = {"b", "c"}
+    town.quiet()
     assert town.map.past == (), "nobody asks one that was given up"
 
 
@@ -270,7 +273,7 @@ def test_a_node_whose_lease_ends_is_taken_over_if_others_have_what_it_had() -> N
     assert (sorted(taken.holders), taken.deposed) == (["b", "c"], ("a",))
     for key in KEYS:
         if before.holder("b", key) == "a":
-            assert taken.holder("b", key) == before.second("a", "b", key), "who has the copy is the home"
+            assert taken.holder("b", key) == before.seconds("a", "b", key)[0], "who has the copy is the home"
         else:
             assert taken.holder("b", key) == before.holder("b", key)
 
@@ -514,7 +517,7 @@ def test_a_node_with_local_objects_hands_them_over_and_goes() -> None:
     assert (sorted(town.map.holders), town.map.deposed, town.map.past) == (["b", "c"], ("a",), ())
     for key in KEYS:
         home = before.holder("b", key)
-        assert town.map.holder("b", key) == (before.second("a", "b", key) if home == "a" else home)
+        assert town.map.holder("b", key) == (before.seconds("a", "b", key)[0] if home == "a" else home)
     town.copying = {"b", "c"}
     town.quiet()
     assert town.map.is_covered
@@ -572,7 +575,7 @@ def test_what_lies_on_two_nodes_does_so_still_when_a_node_has_handed_over() -> N
         for actor in "abcd":
             kept = before.seconds(actor, "b", key)
             acts = home if actor == "b" else actor
-            assert {acts, after.second(acts, "b", key)} - {actor} <= set(kept), "nothing is sent before all is on two"
+            assert {acts, *after.seconds(acts, "b", key)} - {actor} <= set(kept), "nothing is sent before all is on two"
             assert len(kept) <= 2
             orphaned = msgspec.structs.replace(before, holders={n: w for n, w in before.holders.items() if n != actor})
             assert orphaned.holder("b", key) == kept[0], "and if its actor dies first, the home has it"
@@ -714,13 +717,16 @@ def test_who_lost_its_lease_may_not_acknowledge_what_it_began() -> None:
     right = node.right(town.now_s, "b", "key")
     assert right is not None
     assert node.still(town.now_s, right)
+    assert node.remains(town.now_s) == node.member(town.now_s) == right.lease
     assert not node.still(town.now_s + TTL_S / 2, right), "by its own clock"
+    assert not node.remains(town.now_s + TTL_S / 2)
     town.agreed.end(node.hold.lease)
     node.hold.ask(node.hold.due_s)
     node.hold.gone(town.now_s)
     town.quiet()
     assert node.right(town.now_s, "b", "key") is not None, "it came in again"
     assert not node.still(town.now_s, right), "others may have acted meanwhile"
+    assert node.remains(town.now_s) not in (0, right.lease)
 
 
 def test_what_cannot_be_read_is_nobodys_word() -> None:

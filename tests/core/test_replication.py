@@ -18,19 +18,43 @@ ALIVE = {node: Presence(f"{node} lives", 1, 1) for node in BOTH}
 def test_what_fails_while_lists_are_compared_is_compared_again() -> None:
     """What the other keeps of it is not in the list, and stays there until a list is made that says so."""
     numbers = itertools.count(1)
-    sent = Sent("here", lambda: next(numbers))
+    sent = Sent("here", lambda: next(numbers), lambda bucket: 2)
     assert sent.to_compare(AGREED, ALIVE) == "there"
     mark, busy = sent.mark(AGREED, ALIVE, "there"), sent.busy
     write = sent.begin(("own", "key"))
     sent.failed("there")
     sent.end(write)
     assert sent.have_ended(busy)
-    sent.compared("there", mark)
+    sent.compared("there", mark, True)
     assert sent.to_compare(AGREED, ALIVE) == "there"
     assert not sent.covered(AGREED, ALIVE)
-    sent.compared("there", sent.mark(AGREED, ALIVE, "there"))
+    sent.compared("there", sent.mark(AGREED, ALIVE, "there"), True)
     assert sent.to_compare(AGREED, ALIVE) is None
     assert sent.covered(AGREED, ALIVE)
+
+
+def test_a_former_second_keeps_what_it_has_until_all_others_were_compared() -> None:
+    """Else it might be the only one who has it. While one of them does not answer, nobody else is compared in vain."""
+    numbers = itertools.count(1)
+    three = dict.fromkeys(("first", "here", "second"), 1.0)
+    agreed = Map(1, True, three, three, three, held=1)
+    alive = {node: Presence(f"{node} lives", 1, 1) for node in three}
+    sent = Sent("here", lambda: next(numbers), lambda bucket: 2)
+    assert sent.to_compare(agreed, alive) == "first"
+    assert not sent.may_leave(agreed, alive, "first")
+    sent.compared("first", sent.mark(agreed, alive, "first"), False)
+    assert sent.strays(agreed, alive, ("own", "key")), "who is no second of the key may have it"
+    without = {node: lives for node, lives in alive.items() if node != "second"}
+    assert sent.to_compare(agreed, without) is None
+    assert sent.to_compare(agreed, alive) == "second"
+    assert sent.may_leave(agreed, alive, "second")
+    sent.compared("second", sent.mark(agreed, alive, "second"), True)
+    assert sent.covered(agreed, alive)
+    assert sent.to_compare(agreed, alive) == "first"
+    assert sent.may_leave(agreed, alive, "first")
+    sent.compared("first", sent.mark(agreed, alive, "first"), True)
+    assert sent.to_compare(agreed, alive) is None
+    assert sent.strays(agreed, alive, ("own", "key")) == []
 
 
 def test_what_is_kept_for_a_node_is_listed_in_pieces() -> None:

@@ -15,10 +15,19 @@ from typing import Any
 import msgspec
 import pytest
 
+from forebay.backends.seam import Body
 from forebay.core.cluster.records import Map
 from forebay.core.errors import ForebayError, Unavailable
 from forebay.core.messages.calls import PutCall, VolumeNamed
-from forebay.core.messages.copied import CompareCopies, CopiesSaid, SendAgain, copies_of
+from forebay.core.messages.copied import (
+    CompareCopies,
+    Copied,
+    CopiesAsked,
+    CopiesSaid,
+    SendAgain,
+    SendBack,
+    copies_of,
+)
 from forebay.node.engine.kept import KeptCopies
 from forebay.node.engine.returns import Returns
 from forebay.node.store.disk import volume as volume_module
@@ -44,19 +53,21 @@ def both_hold(rig: Rig) -> Map:
     return Map(1, True, both, both, both, held=1, covered=1)
 
 
-def returns_of(rig: Rig, kept: KeptCopies, agreed: Map, says: Callable[[SendAgain], Any]) -> Returns:
-    """What asks the deposed node, which lives."""
+def returns_of(
+    rig: Rig, kept: KeptCopies, agreed: Map, says: Callable[[Any], Any], alive: tuple[str, ...] = ("gone",)
+) -> Returns:
+    """What asks the deposed node, which lives, or others."""
 
-    async def ask(home: str, call: SendAgain) -> CopiesSaid:
+    async def ask(home: str, call: CopiesAsked) -> CopiesSaid:
         return await says(call)
 
-    seat: Any = SimpleNamespace(agreed=agreed, alive={"gone": None})
+    seat: Any = SimpleNamespace(agreed=agreed, alive=dict.fromkeys(alive))
     peers: Any = SimpleNamespace(ask_copies=ask)
     engine = rig.engine
     return Returns(
         seat, engine.node_id, engine.clock, kept, peers=lambda: peers, home_of=lambda node: node,  # type: ignore
-        came_back=lambda node: None, store=engine.store, buckets=engine.buckets, writes=engine.writes,
-        volumes=engine.volumes, lost_after_s=0.0,
+        seconds=lambda agreed, name: agreed.seconds(engine.node_id, *name), came_back=lambda node: None,
+        store=engine.store, buckets=engine.buckets, writes=engine.writes, volumes=engine.volumes, lost_after_s=0.0,
     )  # fmt: skip
 
 
@@ -65,18 +76,20 @@ def told(number: int, call: SendAgain, body: bytes) -> Any:
     return msgspec.structs.replace(again, about=msgspec.structs.replace(again.about, held=call.held))
 
 
+async def three_kept_where_a_disk_failed(rig: Rig) -> list[str]:
+    """The keys of three copies, whose disk is away when the node starts again, or comes back."""
+    engine = rig.engine
+    await engine.buckets.put(OWN)
+    kept, disk = kept_copies(rig, lambda: both_hold(rig)), engine.store.usable()[0].id
+    names = [key for key in KEYS if engine.store.volume_of(copies_of("own"), key) == disk][:3]
+    for key in names:
+        await kept.answer(sent(key, 10, 5, b"kept"))
+    fail(rig, disk)
+    return names
+
+
 def test_copies_that_a_disk_brings_back_wait_for_their_actors_word(tmp_path: Path, two_disks: tuple[str, str]) -> None:
     """Two nodes stopped, and one comes back with a disk that was away: what it kept there may have been cleared."""
-
-    async def before(rig: Rig) -> list[str]:
-        engine = rig.engine
-        await engine.buckets.put(OWN)
-        kept, disk = kept_copies(rig, lambda: both_hold(rig)), engine.store.usable()[0].id
-        names = [key for key in KEYS if engine.store.volume_of(copies_of("own"), key) == disk][:3]
-        for key in names:
-            await kept.answer(sent(key, 10, 5, b"kept"))
-        fail(rig, disk)
-        return names
 
     async def after(rig: Rig, current: str, old: str, gone: str) -> None:
         agreed = taking_over(rig)
@@ -89,6 +102,9 @@ def test_copies_that_a_disk_brings_back_wait_for_their_actors_word(tmp_path: Pat
         assert {name for name, _ in kept.doubtful()} == {("own", current), ("own", old), ("own", gone)}
 
         kept.is_gone = lambda node: node == "gone"
+        with pytest.raises(Unavailable, match="may be old"):
+            await kept.take_over(("own", gone))
+        kept.is_nowhere_else(("own", gone))
         await kept.take_over(("own", gone))
         assert rig.engine.store.owned("own", gone) is not None, "nobody will ever say, and it is whole"
         kept.is_gone = lambda node: False
@@ -107,7 +123,7 @@ def test_copies_that_a_disk_brings_back_wait_for_their_actors_word(tmp_path: Pat
         assert rig.engine.store.owned("own", old) is None
         assert not kept.waiting
 
-    started_twice(tmp_path, two_disks, before, after)
+    started_twice(tmp_path, two_disks, three_kept_where_a_disk_failed, after)
 
 
 def test_what_was_made_again_while_a_disk_was_away_is_worth_nothing_when_it_is_back(
@@ -297,5 +313,72 @@ def test_a_node_that_was_taken_over_sends_what_others_lack_and_nothing_else(rigg
         other.kept.clear()
         assert (await replicas._send_once_more(msgspec.structs.replace(call, key="other"))).missing == ["other"]
         assert other.kept == {}
+
+    rigged(story)
+
+
+def test_what_a_silent_node_had_comes_from_another_that_keeps_it_too(
+    tmp_path: Path, two_disks: tuple[str, str]
+) -> None:
+    """Three nodes had it. The copy here may be old, or is gone, and its actor never comes back."""
+
+    async def after(rig: Rig, newer: str, older: str, nowhere: str) -> None:
+        here = rig.engine.node_id
+        both = {here: 1.0, "third": 1.0}
+        agreed = msgspec.structs.replace(taking_over(rig), holders=both, deposed=(), given_up={"gone": 2}, deposed_at=2)
+        names = {("own", key) for key in (newer, older, nowhere) if agreed.holder("own", key) == here}
+        agreed = agreed if len(names) == 3 else msgspec.structs.replace(agreed, holders={here: 1e12, "third": 1.0})
+        kept = kept_copies(rig, lambda: agreed)
+        kept.ledger.collected(agreed)
+        kept.is_gone = lambda node: node == "gone"
+        answers = {newer: (9, 6, b"acknowledged"), older: (30, 4, b"not the last")}  # each keeper has its own numbers
+        asked: list[str] = []
+
+        async def says(call: SendBack) -> CopiesSaid:
+            assert (call.actor, call.keeper) == ("gone", here)
+            asked.append(call.key)
+            if call.key == nowhere:
+                return CopiesSaid([nowhere])
+            again = sent(call.key, *answers[call.key])
+            await kept.answer(
+                msgspec.structs.replace(again, about=msgspec.structs.replace(again.about, held=call.held))
+            )
+            return CopiesSaid()
+
+        returns = returns_of(rig, kept, agreed, says, alive=("third",))
+        for _ in range(2):  # who was asked is not asked again at once
+            with pytest.raises(Unavailable, match="may be old"):
+                await kept.take_all_over()
+            await returns.copies(agreed)
+        assert sorted(asked) == sorted((newer, older, nowhere))
+        with pytest.raises(Unavailable, match="may be old"):
+            await kept.take_all_over()
+        assert {name for name, _ in kept.doubtful()} == {("own", older)}, "an older one is refused, so this may be it"
+        owned = {key: rig.engine.store.owned("own", key) for key in (newer, nowhere)}
+        assert {key: record and record.inline for key, record in owned.items()} == {
+            newer: b"acknowledged",
+            nowhere: b"kept",
+        }
+
+    started_twice(tmp_path, two_disks, three_kept_where_a_disk_failed, after)
+
+
+def test_who_keeps_it_too_sends_it_to_who_takes_over(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        await rig.engine.buckets.put(OWN)
+        three = {rig.engine.node_id: 1.0, "gone": 1.0, "third": 1.0}
+        agreed = Map(1, True, three, three, three, held=1, covered=1)
+        kept, gone_to = kept_copies(rig, lambda: agreed), list[tuple[str, int, int, bytes | None]]()
+
+        async def sends(node: str, name: tuple[str, str], about: Copied, body: Body) -> None:
+            gone_to.append((node, about.number, about.held, body.data))
+
+        kept.sends_back = sends
+        await kept.answer(sent("key", 10, 5, b"kept"))
+        agreed = msgspec.structs.replace(agreed, epoch=2, held=2, given_up={"gone": 2})
+        said = await kept.answer(SendBack("own", "key", "gone", 2, 4, "third"))
+        assert (said.missing, gone_to) == ([], [("third", 10, 2, b"kept")]), "whichever version there is"
+        for call in (SendBack("own", "key", "gone", 2, 4), SendBack("own", "key", "third", 2, 5, "third")):
+            assert (await kept.answer(call)).missing == ["key"]
 
     rigged(story)

@@ -264,7 +264,7 @@ def test_who_was_taken_over_while_it_flushed_decides_no_conflict(rigged: Rigged)
         rig.remote.down = None
         await until(lambda: rig.remote.count("head") > looks)
 
-        def may_send(bucket: str) -> None:
+        def may_send(bucket: str, under_way: bool) -> None:
             raise Unavailable("this node lost its place in the cluster: what it owes waits")
 
         rig.engine.flusher.may_send = may_send

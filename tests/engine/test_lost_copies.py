@@ -30,7 +30,7 @@ from .writing import AWAY
 
 Rigged = Callable[..., None]
 OWN = Bucket("own", LOCAL_URL, write="local", copies=2)
-KEYS = [f"key-{number:02}" for number in range(16)]
+KEYS = [f"key-{number:02}" for number in range(32)]
 
 
 @pytest.fixture

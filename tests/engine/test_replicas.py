@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 
 from forebay.core.cluster.records import Map, Presence
-from forebay.core.errors import Unavailable
+from forebay.core.errors import Unavailable, map_changes
 from forebay.core.messages.calls import DeleteCall, ObjectNamed, PutCall, TagCall
 from forebay.core.messages.copied import ClearCopy, Copied, CopiesSaid, KeepCopy, SendBack
 from forebay.core.s3rules.tags import tags_among
@@ -33,10 +34,12 @@ class OtherNode:
         self.kept: dict[str, tuple[Copied, bytes]] = {}
         self.tags: str | None = ""  # of what it was told to keep last
         self.is_silent = False
+        self.sendings = 0
 
     async def keep_copy(self, home: Any, bucket: str, key: str, about: Any, body: Any) -> None:
         if self.is_silent:
             raise Unavailable("it does not answer")
+        self.sendings += 1
         self.kept[key] = about, body.data if body.data is not None else Path(body.path).read_bytes()
         self.tags = tags_among(about.headers)
 
@@ -65,7 +68,9 @@ def beside_another(rig: Rig, now_s: Callable[[], float] | None = None, covered: 
     both = {engine.node_id: 1.0, "other": 1.0}
     agreed = Map(1, True, both, both, both, held=1, covered=covered)
     alive = {name: Presence(f"{name} lives", 1, 1) for name in both}
-    seat: Any = SimpleNamespace(agreed=agreed, alive=alive, place_of=lambda node: node, covered=lambda due: None)
+    seat: Any = SimpleNamespace(
+        agreed=agreed, alive=alive, place_of=lambda node: node, covered=lambda due: None, next_map=asyncio.sleep
+    )
 
     async def nothing() -> None: ...
 
@@ -103,6 +108,58 @@ def test_what_could_not_be_deleted_here_is_kept_by_the_other_node_again(
         assert rig.engine.store.owned("own", "key") is not None
         await replicas._tend_once()
         assert set(other.kept) == {"key"}
+
+    rigged(story)
+
+
+@pytest.mark.parametrize("by_another_map", [True, False])
+def test_a_delete_waits_for_a_node_that_goes_by_another_map_for_a_moment(rigged: Rigged, by_another_map: bool) -> None:
+    """And for none that is away: a flush clears, too, and all flushes would wait for the keys of that one."""
+    error = map_changes("ask by another map", 1.0) if by_another_map else Unavailable("it is not heard of")
+
+    async def story(rig: Rig) -> None:
+        _, other = beside_another(rig)
+        await rig.engine.buckets.put(Bucket("own", LOCAL_URL, write="local", copies=2))
+        await rig.engine.writes.put(PutCall("own", "key", 5, body=b"bytes"))
+        clears, asked = other.clear_copy, 0
+
+        async def refuse_once(home: Any, call: ClearCopy) -> None:
+            nonlocal asked
+            asked += 1
+            if asked == 1:
+                raise error
+            await clears(home, call)
+
+        other.clear_copy = refuse_once  # type: ignore[method-assign]
+        if by_another_map:
+            await rig.engine.writes.delete(DeleteCall("own", "key"))
+            assert (asked, other.kept, rig.engine.store.owned("own", "key")) == (2, {}, None)
+        else:
+            with pytest.raises(Unavailable, match="not heard of"):
+                await rig.engine.writes.delete(DeleteCall("own", "key"))
+            assert asked == 1
+
+    rigged(story)
+
+
+def test_lists_are_compared_at_once_only_after_one_that_counts(rigged: Rigged) -> None:
+    """What fails meanwhile has the same node compared again: not without a pause."""
+
+    async def story(rig: Rig) -> None:
+        replicas, other = beside_another(rig)
+        await rig.engine.buckets.put(Bucket("own", LOCAL_URL, write="local", copies=2))
+        await rig.engine.writes.put(PutCall("own", "key", 5, body=b"bytes"))
+        compare = other.compare_copies
+
+        async def compare_amid(home: Any, call: Any) -> list[str]:
+            replicas.sent.failed("other")
+            return await compare(home, call)
+
+        other.compare_copies = compare_amid  # type: ignore[method-assign]
+        assert not await replicas._tend_once()
+        other.compare_copies = compare  # type: ignore[method-assign]
+        assert await replicas._tend_once()
+        assert not await replicas._tend_once(), "all is compared"
 
     rigged(story)
 
@@ -206,5 +263,55 @@ def test_a_copy_that_was_lost_is_made_again_within_an_hour(rigged: Rigged) -> No
         now_s[0] += COMPARED_FOR_S
         await replicas._tend_once()
         assert set(other.kept) == {"key"}
+
+    rigged(story)
+
+
+def test_of_three_nodes_that_disagree_all_are_compared_again(rigged: Rigged, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One keeps what the other does not: the write is refused, and whoever took it must not have it for long. So it is
+    with a delete."""
+
+    async def story(rig: Rig) -> None:
+        replicas, other = beside_another(rig)
+        engine, seat = rig.engine, replicas._seat
+        three = {engine.node_id: 1.0, "other": 1.0, "third": 1.0}
+        seat.agreed = agreed = Map(1, True, three, three, three, held=1, covered=1)  # type: ignore[misc]
+        seat.alive["third"] = Presence("third lives", 1, 1)
+        third, nodes = OtherNode(rig), {"other": other}
+        nodes["third"] = third
+
+        class Both:
+            def __getattr__(self, verb: str) -> Any:
+                return lambda home, *more, **options: getattr(nodes[home], verb)(home, *more, **options)
+
+        replicas._peers = Both()  # type: ignore[assignment]
+        await engine.buckets.put(Bucket("own", LOCAL_URL, write="local", copies=3))
+        await engine.writes.put(PutCall("own", "key", 5, body=b"bytes"))
+        for _ in range(3):
+            await replicas._tend_once()
+        assert replicas.sent.to_compare(agreed, seat.alive) is None
+        last = nodes[agreed.seconds(engine.node_id, "own", "key", 3)[1]]
+        first = next(each for each in nodes.values() if each is not last)
+        monkeypatch.setattr("forebay.node.engine.replicas.PATIENCE_S", 0.2)
+        monkeypatch.setattr("forebay.node.engine.replicas.AGAIN_S", 0.02)
+
+        async def refuse(home: Any, call: ClearCopy) -> None:
+            raise Unavailable("it does not answer")
+
+        last.is_silent, last.clear_copy = True, refuse  # type: ignore[method-assign]
+        for act in (
+            lambda: engine.writes.put(PutCall("own", "key", 7, body=b"refused")),
+            lambda: engine.writes.delete(DeleteCall("own", "key")),
+        ):
+            first.sendings = 0
+            with pytest.raises(Unavailable):
+                await act()
+            assert first.sendings <= 1, "it is sent the body again and again, since another refuses it"
+            last.is_silent = False
+            for _ in range(3):
+                await replicas._tend_once()
+            assert replicas.sent.to_compare(agreed, seat.alive) is None
+            assert first.kept["key"][1] == last.kept["key"][1] == b"bytes"
+            last.is_silent = True
 
     rigged(story)

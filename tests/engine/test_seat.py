@@ -52,7 +52,7 @@ def seat_of(agreed: Agreed, node: str, memory: MemoryMeta | None = None, owes: i
 
 
 def is_member(seat: Seat) -> bool:
-    with suppress(Unavailable):
+    with suppress(Unavailable, Busy):
         return seat.member() > 0
     return False
 
@@ -142,6 +142,36 @@ def test_wishes_that_do_not_fit_are_refused() -> None:
     run(story)
 
 
+def test_a_node_is_not_forgotten_before_others_have_taken_over_what_it_had() -> None:
+    """Its copies would be nobody's: whoever is not known to the cluster any more has no heirs."""
+
+    async def story(agreed: Agreed) -> None:
+        twice = [Bucket("own", LOCAL_URL, write="local", copies=2)]
+        one, two = seat_of(agreed, "n1"), seat_of(agreed, "n2")
+        for seat in (one, two):
+            seat.keeps(twice)
+            seat.start()
+        await until_async(lambda: state_of(one, "n1") == state_of(one, "n2") == "active")
+        two.released(one.state().epoch)  # it brings nothing
+        await until_async(lambda: one.agreed is not None and set(one.agreed.holders) == {"n1", "n2"})
+        await two.aclose()
+        await until_async(lambda: state_of(one, "n2") == "missing")
+        await one.want("n2", "gone")
+        with pytest.raises(Busy, match="still take over"):
+            await one.want("n2", "forgotten")  # perhaps before there is a map without it
+        await until_async(lambda: one.agreed is not None and list(one.agreed.given_up) == ["n2"])
+        with pytest.raises(Busy, match="still take over"):
+            await one.want("n2", "forgotten")
+        assert one.agreed is not None
+        one.covered(one.agreed.due)
+        await until_async(lambda: one.agreed is not None and not one.agreed.is_taking_over)
+        await one.want("n2", "forgotten")
+        await until_async(lambda: state_of(one, "n2") == "")
+        await one.aclose()
+
+    run(story)
+
+
 def test_a_directory_remembers_its_cluster() -> None:
     async def story(agreed: Agreed) -> None:
         memory = MemoryMeta(agreed)
@@ -206,5 +236,33 @@ def test_what_was_acknowledged_before_a_node_was_given_up_is_a_second_history() 
         assert await third.is_second(now_s), "it was of the cluster, which knows it no more"
         for each in (other, third):
             await each.aclose()
+
+    run(story)
+
+
+def test_a_node_that_is_given_up_may_have_something_until_the_map_says_who_has_it() -> None:
+    async def story(agreed: Agreed) -> None:
+        one, two = seat_of(agreed, "n1"), seat_of(agreed, "n2")
+        for seat in (one, two):
+            seat.keeps([Bucket("own", LOCAL_URL, write="local", copies=2)])
+            seat.start()
+
+        def both_hold() -> bool:
+            for seat in (one, two):
+                seat.released(seat.agreed.epoch if seat.agreed is not None else 0)
+            return all(seat.agreed is not None and len(seat.agreed.holders) == 2 for seat in (one, two))
+
+        await until_async(both_hold)
+        await one.aclose()
+        await until_async(lambda: state_of(two, "n1") == "missing")
+        await two.want("n1", "gone")
+        was_told = False
+        while not two.is_gone("n1"):
+            was_told |= state_of(two, "n1") == "gone"
+            await asyncio.sleep(0)
+        assert was_told, "the record alone says nothing of what it had"
+        assert two.agreed is not None
+        assert (two.agreed.bequeaths, list(two.agreed.holders)) == (["n1"], ["n2"])
+        await two.aclose()
 
     run(story)

@@ -11,6 +11,7 @@ import pytest
 from forebay.core.errors import NotFound
 from forebay.core.messages.calls import Uploads, UploadsCall
 from forebay.core.types import FRESH_IMMUTABLE, Bucket
+from forebay.node.engine.asking import Patience
 from forebay.node.engine.buckets import Served
 
 from .conftest import MIB, Remote, Rig, pattern, until
@@ -29,6 +30,9 @@ class Homes:
 
     def is_here(self, bucket: Bucket, key: str) -> bool:
         return self.acts_here
+
+    def patience(self) -> Patience | None:
+        return None
 
     async def at(self, served: Served, key: str) -> Served:
         if self.acts_here:

@@ -11,7 +11,7 @@ from forebay.backends.lost_answers import Unheard
 from forebay.core import limits
 from forebay.core.errors import Denied, NotSupported, Unavailable
 from forebay.core.record import State
-from forebay.node.engine.flush.key_flush import conflict_key
+from forebay.node.engine.flush.key_flush import CUT_OFF_S, conflict_key
 from tests.flush.conftest import Node, Remote, until
 
 MIB = limits.MIB
@@ -529,7 +529,7 @@ def test_who_lost_its_place_while_it_was_flushing_leaves_no_copy_of_a_conflict(s
         node.remote.place("k", b"of the node that took over")
         before, refused = node.remote.count("put"), []
 
-        def may_send(bucket: str) -> None:
+        def may_send(bucket: str, under_way: bool) -> None:
             if node.remote.count("put") > before:
                 refused.append(bucket)
                 raise Unavailable("this node lost its place")
@@ -539,6 +539,34 @@ def test_who_lost_its_place_while_it_was_flushing_leaves_no_copy_of_a_conflict(s
         await until(lambda: refused or len(node.remote.names()) > 1)
         assert node.remote.names() == ["k"]
         assert node.remote.data("k") == b"of the node that took over"
+
+    story(tell)
+
+
+@pytest.mark.parametrize("under_way", [True, False])
+def test_what_a_node_sends_is_cut_off_when_others_may_soon_act_in_its_place(story, under_way: bool):
+    """Not while it stands aside for them: that waits for what is under way."""
+
+    async def tell(node: Node) -> None:
+        node.remote.open.clear()
+        await node.write("k", b"ours")
+        await until(lambda: node.remote.count("put"))
+
+        def may_send(bucket: str, is_under_way: bool) -> None:
+            if is_under_way == under_way:
+                raise Unavailable("this node lost its place")
+
+        node.flusher.may_send = may_send
+        if under_way:
+            await until(lambda: not node.remote.busy)
+            node.flusher.may_send = lambda bucket, is_under_way: None
+        else:
+            await asyncio.sleep(3 * CUT_OFF_S)
+            assert node.remote.busy == 1
+        node.remote.open.set()
+        await node.settle()
+        assert node.remote.data("k") == b"ours"
+        assert node.remote.count("put") == (2 if under_way else 1)
 
     story(tell)
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -57,14 +54,6 @@ def takes_new_writes(one: NodeProcess) -> bool:
     return status == 200
 
 
-def kill(one: NodeProcess) -> None:
-    assert one.process is not None
-    for pid in (one.process.pid, *one.children().values()):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    one.process.wait()
-
-
 def test_what_a_node_brings_that_was_given_up_goes_beside_what_was_written_since(
     node: Make, etcd: servers.EtcdCluster, tmp_path: Path
 ) -> None:
@@ -74,7 +63,7 @@ def test_what_a_node_brings_that_was_given_up_goes_beside_what_was_written_since
     _, key = keys_of(nodes, "back")
     (tmp_path / "back" / key / "in-the-way").mkdir(parents=True)  # it cannot be flushed
     until(lambda: asked.ask("PUT", f"/back/{key}", body=b"old")[0] == 200)
-    kill(lost)
+    lost.kill()
     program = Program(asked.endpoint, tmp_path / "cli")
     id_of_it = next(each["node_id"] for each in cluster_of(asked)["nodes"] if each["address"] == lost.endpoint)
     until(lambda: asked.ask("GET", f"/back/{key}")[0] == 503, "nobody else answers for it")

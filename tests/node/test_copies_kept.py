@@ -63,14 +63,6 @@ def answers_with(node: NodeProcess, key: str, body: bytes) -> bool:
     return status == 200
 
 
-def kill(node: NodeProcess) -> None:
-    assert node.process is not None
-    for pid in (node.process.pid, *node.children().values()):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    node.process.wait()
-
-
 def test_who_does_not_say_how_many_copies_gets_two_in_a_cluster(
     node: Make, etcd: servers.EtcdCluster, tmp_path: Path
 ) -> None:
@@ -144,7 +136,7 @@ def test_copies_come_and_go(node: Make, etcd: servers.EtcdCluster, tmp_path: Pat
 
     # a node that was killed has what it kept, and all of it is there when it is back
     killed = cluster.nodes[1]
-    kill(killed)
+    killed.kill()
     killed.start()
     cluster.clients[1] = client(killed)
     until(lambda: kept(cluster) == 8, "that the copies are found again")
@@ -210,7 +202,7 @@ def test_copies_are_cleared_when_the_backend_has_them(node: Make, etcd: servers.
     until(lambda: kept(cluster) == 0, "that none of it is left")
 
     # alone, a node goes on only when the other is no holder any more: until then it refuses
-    kill(cluster.nodes[1])
+    cluster.nodes[1].kill()
     assert not written(a, "double", "lonely")
     for _ in range(2):
         status, body = cluster.nodes[0].ask("PUT", "/double/lonely", body=b"bytes")
@@ -290,7 +282,7 @@ def test_what_a_killed_node_acknowledged_is_taken_over(node: Make, etcd: servers
         assert cluster.ids[1] in homes["lake"] & homes["own"], "it is the home of some"
 
         dead = cluster.nodes.pop(1)
-        kill(dead)
+        dead.kill()
         cluster.clients.pop(1)
         for asked in cluster.clients:
             until(lambda asked=asked: listed_there(asked) == sorted({*left, "warm"}), "a listing")

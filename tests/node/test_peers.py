@@ -90,11 +90,12 @@ def test_what_all_nodes_read_at_once_costs_the_backend_its_bytes_once(
     its = next(f"its-{number}" for number in range(1000) if home_of(first, f"its-{number}") == ids[0])
     (tmp_path / "bucket" / its).write_bytes(bodies["small"])
 
-    def asked_as(node_id: str, later: int = 0) -> int:
+    def asked_as(node_id: str, later: int = 0, **more: str) -> int:
         epoch = first.json("GET", "status")["cluster"]["epoch"]
-        return first.ask("GET", f"/corpus/{its}", {"x-forebay-peer": f"{node_id} {epoch + later}"})[0]
+        return first.ask("GET", f"/corpus/{its}", {"x-forebay-peer": f"{node_id} {epoch + later}", **more})[0]
 
     assert asked_as(ids[0], 1000) == asked_as(ids[1]) == 503
+    assert asked_as(ids[0], 1000, **{"x-forebay-again": "1"}) == 421, "to one of a release that knows it"
     until(lambda: asked_as(ids[0]) == 200)
 
     # a home that hangs, that has another version, and that does not know the bucket

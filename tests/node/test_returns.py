@@ -15,7 +15,7 @@ from bench import servers
 from tests.cli.conftest import Program
 from tests.node.conftest import MIB, NodeProcess, pattern
 from tests.node.test_cluster import cluster_of
-from tests.node.test_copies_kept import agreed, keep_nothing_once, kept, kill, read, twice, until_covered, written
+from tests.node.test_copies_kept import agreed, keep_nothing_once, kept, read, twice, until_covered, written
 from tests.node.test_homes import SOON, Cluster, client
 from tests.patience import until
 from tests.storm.weather import fail_now, mount_disk
@@ -59,7 +59,7 @@ class TwoDisks:
     def lose(self, disk: int, until_done: Callable[[], None] = lambda: None) -> None:
         """The node's machine fails until that is done, and comes back without one of its disks. Within its lease,
         unless that takes longer: a node that says that it stops is taken over at once."""
-        kill(self.node)
+        self.node.kill()
         until_done()
         self.volumes[disk].rename(self.volumes[disk].with_name("lost"))
         self.volumes[disk].mkdir()
@@ -174,7 +174,7 @@ def test_a_disk_that_fails_under_a_node_takes_nothing_of_others_along(
     said = until(lambda: given_up(program, failed["volume_id"]), "that all of it is back")
     assert "nothing is lost" in said
     until_covered(two.cluster)
-    kill(two.cluster.nodes[0])
+    two.cluster.nodes[0].kill()
     gone = two.cluster.nodes.pop(0), two.cluster.clients.pop(0), two.cluster.ids.pop(0)
     until(lambda: agreed(two.cluster).deposed == (gone[2],), "that it is taken over")
     until_covered(two.cluster)

@@ -210,7 +210,7 @@ def test_what_would_be_lost_keeps_the_nodes(node: Make, etcd: servers.EtcdCluste
         assert wish_of(nodes[0]) == {"active"}, "nothing has begun"
 
     until(lambda: nodes[0].ask("PUT", "/local/only", body=b"here")[0] == 200)
-    refused("is local, and its objects are on nodes alone", 5)
+    refused("has no backend, and its objects are on nodes alone", 5)
     assert nodes[0].ask("DELETE", "/local/only")[0] == 204
     root.rename(tmp_path / "away")
     until(lambda: nodes[1].ask("PUT", "/back/key", body=b"dirty")[0] == 200)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 from msgspec.structs import replace
@@ -25,6 +25,7 @@ scale()  # before the rest of the product is imported
 
 from forebay.core.machines.delivery import Delivery  # noqa: E402
 from forebay.core.machines.delivery_events import Effect, Put  # noqa: E402
+from forebay.node.engine.flush.key_flush import Errand  # noqa: E402
 from forebay.sim.doors import patched  # noqa: E402
 from forebay.sim.nodes import AGAIN_S, Node, Nodes  # noqa: E402
 from forebay.sim.world import Found  # noqa: E402
@@ -151,13 +152,17 @@ class LateFlush(SilentHome):
 
 @contextlib.contextmanager
 def unconditional() -> Iterator[None]:
-    """A bug: no request of a flush has a condition."""
+    """Two bugs: no request of a flush has a condition, and none is cut off when others may act in its node's place."""
+
+    async def goes_on(errand: Errand, request: Coroutine[Any, Any, Any]) -> Any:
+        return await request
+
     real = Delivery._request
 
     def request(delivery: Delivery, *, looked: bool = False) -> list[Effect]:
         return [replace(each, expect=None) if isinstance(each, Put) else each for each in real(delivery, looked=looked)]
 
-    with patched([(Delivery, "_request", request)]):
+    with patched([(Delivery, "_request", request), (Errand, "_unless_cut_off", goes_on)]):
         yield
 
 

@@ -11,11 +11,11 @@ from tests.sim.test_stories import told
 
 SEEDS_MAX = 250
 # Worlds that find bugs that few meet; where the product has changed since, a later one does.
-FIRST = {"fence": 31, "floors": 71, "replaced": 100}
+FIRST = {"anew": 7_000_585, "fence": 31, "floors": 71, "replaced": 100}
 
 
 def test_a_seed_is_the_same_world_whatever_the_hash_seed() -> None:
-    runs = [told("--copies", "--seed", "1", hash_seed=hash_seed) for hash_seed in ("1", "2")]
+    runs = [told("--copies", "--seed", "2", hash_seed=hash_seed) for hash_seed in ("1", "2")]
     assert runs[0].returncode == 0, runs[0].stdout[-3000:] + runs[0].stderr
     assert runs[0].stdout == runs[1].stdout
     assert "takes over" in runs[0].stdout

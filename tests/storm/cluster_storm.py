@@ -4,10 +4,12 @@
     make storm ARGS="--rounds 200"              # storms of twenty rounds each until there were so many
     make storm ARGS="--seed 41 --faults kill,join --buckets back"
 
-A round: one fault strikes while clients work, and passes; the clients rest. Then every node has to be back, and has to
-show the same in each key and each listing; and each key's history has to have an explanation (`judging.py`). At the end
-of a storm everything is flushed, and the bucket service has to hold exactly what the nodes show. The seed decides which
-faults strike and what clients ask; which answer comes first is the machine's.
+A round: one fault strikes while clients work, and passes; the clients rest. (Some faults strike while these come to
+rest: nothing that is written later covers what was lost.) Then every node has to be back, and has to show the same in
+each key and each listing; and each key's history has to have an explanation (`judging.py`). Before that, all that was
+written to a bucket in slices has to be in slices, and none may be missing (`slicing.py`). At the end of a storm
+everything is flushed, the bucket service has to hold exactly what the nodes show, and nodes may keep no slice that
+nobody names. The seed decides which faults strike and what clients ask; which answer comes first is the machine's.
 
 Planted faults (`cluster_plants.py`) are found by `--plant NAME`.
 """
@@ -24,13 +26,13 @@ from bench.box import Box
 from bench.servers import ServerFailed
 from tests.patience import until
 from tests.storm.cluster_plants import PLANTS
-from tests.storm.fleet import FAULTS, MODES, Fleet, last_s
-from tests.storm.judging import Crew
+from tests.storm.fleet import AT_REST, FAULTS, MODES, Fleet, last_s
+from tests.storm.judging import SIZES, SLICED, Crew
 
 ROUNDS_A_STORM = 20  # in one box; then a new cluster begins
 LOGGED_BYTES = 4 << 20  # of a node, in which the lines below are looked for when something is wrong
 TELLING = ("conflict: ", "is taken over from", "tried again", "wanted ", "begins a new", "is active")
-ANSWERS = 20  # that clients get while a fault lasts, and after it
+ANSWERS = 20  # that clients get after a fault, or before one that strikes when they rest
 KEYS, CLIENTS = 4, 5
 
 
@@ -51,7 +53,9 @@ def storm(
     chance = random.Random(seed)
     with Box() as box:
         fleet = Fleet(box, list(kinds), chance, plant=plant, takes_over=takes_over)
-        crew = Crew(fleet.ask, fleet.buckets, seed, KEYS, CLIENTS, changing=fleet.backed)
+        print(f"seed {seed}: {', '.join(kinds)}; copies: {fleet.copies}", flush=True)
+        sizes = SLICED if fleet.slicing.buckets else SIZES
+        crew = Crew(fleet.ask, fleet.buckets, seed, KEYS, CLIENTS, changing=fleet.backed, sizes=sizes)
         left: list[str] = []
         try:
             with crew.at_work():
@@ -64,6 +68,7 @@ def storm(
                     if number == rounds:
                         fleet.flush()
                         _complain(fleet.compare_backends([*crew.places, *crew.sources]))
+                        _complain(fleet.slicing.clear([*crew.places, *crew.sources]))
                         _judge(fleet, crew)
                     crew.go_on()
                     print(f"    {crew.board.answered} answers, {crew.board.unsure} calls without one", flush=True)
@@ -76,12 +81,23 @@ def storm(
 
 def _one_round(fleet: Fleet, crew: Crew, name: str, chance: random.Random) -> None:
     last_s(chance, 0.1, 0.5)
-    with FAULTS[name](fleet, chance):
-        last_s(chance, 0.1, 1.0)
-    answered = crew.board.answered
-    until(lambda: crew.board.wrong or crew.board.answered >= answered + ANSWERS, "answers after the fault")
+    with fleet.slicing.evicting(chance):
+        if name in AT_REST:
+            _get_answers(crew)
+            crew.rest()
+        with FAULTS[name](fleet, chance):
+            last_s(chance, 0.1, 1.0)
+        if name not in AT_REST:
+            _get_answers(crew)
     crew.quiet()
     until(fleet.is_settled, "the cluster is settled")
+    _complain(crew.board.wrong)
+    _complain(fleet.slicing.settle([*crew.places, *crew.sources]))
+
+
+def _get_answers(crew: Crew) -> None:
+    enough = crew.board.answered + ANSWERS
+    until(lambda: crew.board.wrong or crew.board.answered >= enough, "answers to clients")
 
 
 def _judge(fleet: Fleet, crew: Crew) -> None:
@@ -113,7 +129,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=10, help="how many (default: 10)")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30), help="of the first storm")
     parser.add_argument("--faults", default=",".join(FAULTS), help="which may strike (default: %(default)s)")
-    parser.add_argument("--buckets", default="", help="back, local, or both (default: both and back in turn)")
+    parser.add_argument("--buckets", default="", help="of back, local, coded (default: all, and back alone, in turn)")
     parser.add_argument("--takes-over", action="store_true", help="every key is served while one node is dead")
     parser.add_argument("--plant", default="", choices=["", *PLANTS], help="a fault that every node shall have")
     given = parser.parse_args(arguments)
@@ -121,7 +137,7 @@ def main(arguments: list[str]) -> int:
     done, seed = 0, given.seed
     while done < given.rounds:
         rounds = min(ROUNDS_A_STORM, given.rounds - done)
-        kinds = given.buckets.split(",") if given.buckets else [["back", "local"], ["back"]][(seed - given.seed) % 2]
+        kinds = given.buckets.split(",") if given.buckets else [[*MODES], ["back"]][(seed - given.seed) % 2]
         faults = given.faults.split(",")
         try:
             print(storm(seed, rounds, faults=faults, kinds=kinds, plant=given.plant, takes_over=given.takes_over))

@@ -30,6 +30,7 @@ Fault = Literal[
     "older HEAD",
     "listing without a key",
     "older listing",
+    "older ETag in a listing",
     "copies another version",
 ]
 RATE = 0.2  # of the calls where the fault can strike
@@ -133,12 +134,15 @@ class FakeStore:
         page = left[: int(query["max-keys"][0])]
         rows = ""
         for name in page:
-            size_bytes = len(self._objects[name])
+            size_bytes, etag = len(self._objects[name]), _etag(self._objects[name])
             if self._strikes("listing without a key"):
                 continue
             if (older := self._older.get(name)) is not None and self._strikes("older listing"):
-                size_bytes = len(older)
-            rows += f"<Contents><Key>{name[len(folder) :]}</Key><Size>{size_bytes}</Size></Contents>"
+                size_bytes, etag = len(older), _etag(older)
+            if older is not None and older != self._objects[name] and self._strikes("older ETag in a listing"):
+                etag = _etag(older)
+            told = f"<Key>{name[len(folder) :]}</Key><ETag>&quot;{etag}&quot;</ETag><Size>{size_bytes}</Size>"
+            rows += f"<Contents>{told}</Contents>"
         if len(page) < len(left):
             last = page[-1][len(folder) :]
             rows += f"<NextContinuationToken>{last}</NextContinuationToken><IsTruncated>true</IsTruncated>"

@@ -6,8 +6,8 @@ nothing of homes. A node that refuses the connection did nothing, so the next on
 
 *Faults.* Each is a context manager: it strikes, lasts while the clients work, and has passed at its end. What a home
 has that no other node has is unavailable while it is away, and 503 says so; no answer may be wrong. With `takes_over`
-buckets have two copies, and the cluster promises more: every key is served while one node is dead, and a machine that
-was killed stays so until then.
+buckets have two copies, or three, and the cluster promises more: every key is served while one node is dead, and a
+machine that was killed stays so until then. As many machines as there are copies less one may be lost for good.
 
 *Quiet.* What a cut link held back arrives when it is mended. `is_settled` waits for that too: nothing may be on its way
 in any host of the box, or a write that a client gave up would happen after its history was judged.
@@ -39,7 +39,9 @@ from forebay.core.messages.node_state import NodeState
 from forebay.core.types import FRESH_IMMUTABLE, LOCAL_URL, Bucket, WriteMode
 from forebay.sim.clients import Answer
 from tests.patience import PATIENCE_S, until
+from tests.storm import slicing
 from tests.storm.judging import Ask
+from tests.storm.slicing import Slicing
 from tests.storm.weather import fail_now, mount_disk
 
 LEASE_S = 4.0
@@ -47,11 +49,18 @@ NODES_MIN, NODES_MAX = 3, 5
 LOOKED_AT = 24  # keys that show whether all is served: one of each node's, whoever is in its place, is among them
 CALL_TIMEOUT_S = 15.0
 LEAVES_WITHIN_S = 6.0  # a node that is drained and has local data once stays: nobody waits longer to see that
+PLANTED_PATIENCE_S = 30.0  # until all is whole where a fault keeps it from being; without one it takes a second
 LOST_AFTER_S = 2.0  # a disk that failed is not waited for any longer
 DISK_BYTES = 256 << 20
-MODES: dict[str, WriteMode] = {"back": "back", "local": "local"}
+MODES: dict[str, WriteMode] = {"back": "back", "local": "local", "coded": "back"}
 REPOSITORY = Path(__file__).resolve().parents[2]
-PLANTING = "from tests.storm.cluster_plants import plant_as_told\nplant_as_told()\n"
+PREPARING = """
+from tests.storm.cluster_plants import plant_as_told
+from tests.storm.paces import quicken
+
+plant_as_told()
+quicken()
+"""
 
 
 class Gate(Server):
@@ -82,10 +91,12 @@ class Fleet:
     def __init__(self, box: Box, kinds: list[str], chance: random.Random, *, plant: str = "", takes_over: bool = False):
         self.box, self.kinds, self.takes_over = box, kinds, takes_over
         self._choice = random.Random(chance.random())
+        self.copies = self._choice.choice([2, 3]) if takes_over else 1
+        self.may_lose = min(self.copies - 1, 1 if "coded" in kinds else NODES_MAX)  # nodes at once, for good
         environment = {}
-        if plant:
-            (box.dir / "sitecustomize.py").write_text(PLANTING)
-            environment = {"PYTHONPATH": f"{box.dir}:{REPOSITORY}", "FOREBAY_PLANT": plant}
+        if plant or "coded" in kinds:
+            (box.dir / "sitecustomize.py").write_text(PREPARING)
+            environment = {"PYTHONPATH": f"{box.dir}:{REPOSITORY / 'src'}:{REPOSITORY}", "FOREBAY_PLANT": plant}
         self._disks = contextlib.ExitStack()
         self.disks: dict[str, list[Path]] = {}  # of each host
         self.cluster = Cluster(
@@ -101,12 +112,15 @@ class Fleet:
         self.gate = box.hosts["bucket"].place(Gate(self.seaweed))
         box.start(self.gate)
         self.buckets = [f"storm-{kind}" for kind in kinds]
-        self.backed = [f"storm-{kind}" for kind in kinds if MODES[kind] == "back"]
+        self.backed = [f"storm-{kind}" for kind in kinds if kind == "back"]
         for bucket in self.backed:
             self.seaweed.create_bucket(bucket)
         for node in self.cluster.nodes:
             self.add_buckets(node)
         self.open_nodes = list(self.cluster.nodes)
+        coded = [bucket for bucket, kind in zip(self.buckets, kinds, strict=True) if kind == "coded"]
+        patience_s = PLANTED_PATIENCE_S if plant else PATIENCE_S
+        self.slicing = Slicing(coded, lambda: list(self.open_nodes), asked, self.cluster.peer_key, patience_s)
         until(self.is_settled, "the cluster is settled")
         until(self.takes_writes, "every bucket is served")
 
@@ -114,9 +128,10 @@ class Fleet:
         options = {**self.seaweed.options(), "endpoint": self.gate.endpoint}
         with node.client() as client:
             for name, kind in zip(self.buckets, self.kinds, strict=True):
-                place = (LOCAL_URL, {}) if MODES[kind] == "local" else (f"s3://{name}", options)
-                copies = 2 if self.takes_over else 1
-                bucket = Bucket(name, place[0], FRESH_IMMUTABLE, options=place[1], write=MODES[kind], copies=copies)
+                url = {"back": f"s3://{name}", "local": LOCAL_URL, "coded": slicing.URL}[kind]
+                reach = options if kind == "back" else {}
+                copies = 2 if kind == "coded" else self.copies
+                bucket = Bucket(name, url, FRESH_IMMUTABLE, options=reach, write=MODES[kind], copies=copies)
                 client.bucket_put(bucket)
 
     # --- disks -------------------------------------------------------------------------------------------------------
@@ -275,13 +290,14 @@ class Fleet:
         return ""
 
     def wish(self, node: Node, word: str) -> None:
-        """Say so at another node; again until it is taken."""
+        """Say so at another node, of which one may be dead; again until it is taken."""
 
         def is_taken() -> bool:
-            other = next(each for each in self.cluster.nodes if each is not node)
-            with contextlib.suppress(ForebayError), other.client() as client:
-                client.wish(node.endpoint, word)  # type: ignore[arg-type]
-                return True
+            for other in self.cluster.nodes:
+                with contextlib.suppress(ForebayError), other.client() as client:
+                    if other is not node:
+                        client.wish(node.endpoint, word)  # type: ignore[arg-type]
+                        return True
             return False
 
         until(is_taken, f"{node.host} is wanted {word}")
@@ -299,13 +315,20 @@ def refused(node: Node, bucket: str) -> bool:
 _CREDENTIALS = Credentials(KEY_ID, SECRET)
 
 
-def asked(endpoint: str, method: str, target: str, headers: dict[str, str], body: bytes | None) -> Answer:
+def asked(
+    endpoint: str,
+    method: str,
+    target: str,
+    headers: dict[str, str],
+    body: bytes | None,
+    credentials: Credentials = _CREDENTIALS,
+) -> Answer:
     """One signed request on a connection of its own; raises OSError or HTTPException without a whole answer."""
     url = urlsplit(endpoint)
     request = AWSRequest(
         method, endpoint + target, {**headers, "X-Amz-Content-SHA256": "UNSIGNED-PAYLOAD"}, body or b""
     )
-    S3SigV4Auth(_CREDENTIALS, "s3", "us-east-1").add_auth(request)
+    S3SigV4Auth(credentials, "s3", "us-east-1").add_auth(request)
     connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=CALL_TIMEOUT_S)
     with contextlib.closing(connection):
         connection.request(method, target, body=body, headers=dict(request.headers.items()))
@@ -340,6 +363,22 @@ def killed(fleet: Fleet, chance: random.Random) -> Iterator[None]:
     finally:
         host.restart()
         fleet.open_nodes = list(fleet.cluster.nodes)
+
+
+@contextlib.contextmanager
+def dark(fleet: Fleet, chance: random.Random) -> Iterator[None]:
+    """The power fails when clients come to rest: in their last calls, or while nodes still do what follows. All nodes'
+    machines die, and boot again: at once, or after all leases."""
+    hosts = list(fleet.cluster.hosts)
+    last_s(chance, *chance.choice([(0.0, 0.02), (0.1, 1.0)]))
+    for host in hosts:
+        host.kill()
+    until(lambda: not fleet.on_its_way(), "what they had sent has arrived")
+    try:
+        yield
+        last_s(chance, *chance.choice([(0.0, 1.0), (LEASE_S, 2 * LEASE_S)]))
+    finally:
+        fleet.box.start(*(server for host in hosts for server in host.servers))
 
 
 @contextlib.contextmanager
@@ -469,6 +508,32 @@ def drained(fleet: Fleet, chance: random.Random) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def lost(fleet: Fleet, chance: random.Random) -> Iterator[None]:
+    """As many machines as may be are lost at once, with their disks. Once they are missed they are given up."""
+    if not fleet.may_lose:
+        with killed(fleet, chance):
+            yield
+        return
+    while len(fleet.cluster.nodes) < NODES_MIN + fleet.may_lose:
+        fleet.join()
+    until(lambda: (states := fleet.states()) and fleet.is_covered(states), "all has its copies")
+    pairs = list(zip(fleet.cluster.nodes, fleet.cluster.hosts, strict=True))
+    gone = chance.sample(pairs, fleet.may_lose)
+    fleet.open_nodes = [node for node, _ in pairs if node not in {each for each, _ in gone}]
+    for _, host in gone:
+        host.kill()
+    until(lambda: not fleet.on_its_way(), "what they had sent has arrived")
+    for node, _ in gone:
+        fleet.cluster.remove(node)
+    yield
+    last_s(chance, *chance.choice([(0.0, 1.0), (LEASE_S, 2 * LEASE_S)]))
+    for node, _ in gone:
+        until(lambda node=node: fleet.state_of(node) == "missing", f"{node.host} is missed")
+        fleet.wish(node, "gone")
+    until(fleet.takes_writes, "every key is served without them")
+
+
+@contextlib.contextmanager
 def wavering(fleet: Fleet, chance: random.Random) -> Iterator[None]:
     """A node is drained and taken back at any moment, while something happens to it, or to another."""
     node = begin_to_drain(fleet, chance)
@@ -499,7 +564,8 @@ def failing(fleet: Fleet, chance: random.Random) -> Iterator[None]:
     disk = chance.choice(disks)
     fail_now(disk)
     yield
-    until(lambda: volumes_of(node) == {str(each) for each in disks if each != disk}, "the node does without its disk")
+    others = {str(each) for each in disks if each != disk}
+    until(lambda: volumes_of(node) == others, "the node does without its disk")
     fleet.replace_disk(disk)
 
 
@@ -512,6 +578,7 @@ def volumes_of(node: Node) -> set[str]:
 
 FAULTS: dict[str, Fault] = {
     "kill": killed,
+    "dark": dark,
     "pause": paused,
     "part": parted,
     "deaf": deaf,
@@ -522,6 +589,8 @@ FAULTS: dict[str, Fault] = {
     "quorum": quorum,
     "join": joined,
     "drain": drained,
+    "lose": lost,
     "waver": wavering,
     "disk": failing,
 }
+AT_REST = {"dark"}  # these strike while clients come to rest

@@ -28,6 +28,14 @@ SIZES = Sizes(
     [0, 0, 1, 50, 70_000, MIB],
     [1, 40, 30_000, 2 * MIB],
 )
+# Where objects may be in slices: most are, and their ranges begin and end in other cells and groups of cells.
+SLICED = Sizes(
+    [100, 9_000, 300_000, 700_000, MIB + 7, 9 * MIB],
+    [6, 4, 8, 4, 4, 1],
+    PART_BYTES,
+    [0, 0, 1, 70_000, 150_000, MIB // 2, 4 * MIB - 9, 8 * MIB - 9],
+    [1, 40, 30_000, 200_000, 2 * MIB],
+)
 AFTER_UNSURE_S = 0.1  # as a client's own retry would wait
 
 
@@ -54,6 +62,7 @@ class Caller(threading.Thread):
         seed: int,
         *,
         changing: Collection[str] = (),
+        sizes: Sizes = SIZES,
     ) -> None:
         super().__init__(daemon=True, name=name)
         self.stopping = threading.Event()
@@ -68,7 +77,7 @@ class Caller(threading.Thread):
         async def pause() -> None:
             self.stopping.wait(AFTER_UNSURE_S)
 
-        self.client = Client(asked, pause, board, name, places, sources, seed, SIZES, changing=changing)
+        self.client = Client(asked, pause, board, name, places, sources, seed, sizes, changing=changing)
 
     def run(self) -> None:
         try:
@@ -108,6 +117,7 @@ class Crew:
         clients: int = 4,
         *,
         changing: Collection[str] = (),
+        sizes: Sizes = SIZES,
     ) -> None:
         """`changing`: buckets where the ETag of one body may become another."""
         self.board = Board(time.monotonic)
@@ -115,8 +125,9 @@ class Crew:
         self.sources: list[Place] = [(bucket, source) for bucket in buckets for source in SOURCES]
         self._judge = Judge(self.board, self.places)
         self._ask = ask
+        self._kinds: dict[str, Any] = {"changing": changing, "sizes": sizes}
         self.clients = [
-            Caller(ask, self.board, f"client {number}", self.places, SOURCES, seed * 1000 + number, changing=changing)
+            Caller(ask, self.board, f"client {number}", self.places, SOURCES, seed * 1000 + number, **self._kinds)
             for number in range(clients)
         ]
         for (bucket, source), size_bytes in zip(self.sources, SOURCE_SIZES * len(buckets), strict=True):
@@ -138,10 +149,14 @@ class Crew:
             for client in self.clients:
                 client.join(90)
 
-    def quiet(self) -> None:
-        """Return when no client is in a call."""
+    def rest(self) -> None:
+        """Have no client begin another call until `go_on`."""
         for client in self.clients:
             client.rest()
+
+    def quiet(self) -> None:
+        """The same; return when no client is in a call."""
+        self.rest()
         for client in self.clients:
             until(lambda client=client: client.resting.is_set() or not client.is_alive(), f"{client.name} rests")
 
@@ -158,7 +173,7 @@ class Crew:
         readers = {"": self.clients[0].client}
         if everywhere is not None:
             readers = {
-                at: Caller(ask, self.board, f"{at}'s reader", self.places, SOURCES, 0).client
+                at: Caller(ask, self.board, f"{at}'s reader", self.places, SOURCES, 0, **self._kinds).client
                 for at, ask in everywhere.items()
             }
         wrong = list(self.board.wrong)

@@ -33,8 +33,9 @@ from forebay.core.errors import (
     NotSupported,
     Precondition,
     Unavailable,
+    map_changes,
 )
-from forebay.core.types import LOOP_STATUS
+from forebay.core.types import AGAIN_STATUS, LOOP_STATUS
 
 BODY_CHARS_MAX = 300  # enough for the code and message of every cloud's error document
 
@@ -143,9 +144,11 @@ def from_status(status: int, body: str, what: str, headers: Mapping[str, str] | 
 def said_of_node(failed: ForebayError, node: str) -> None:
     """Name the node where the error names the backend: it stands in the backend's place. A HEAD brings no reason."""
     text = failed.message.replace("the backend asks to slow down", f"{node} cannot answer now")
-    text = text.replace("the backend", node).replace(
-        "(HTTP 503 : )", "(it starts, is busy, or does not know the cluster's map yet: `forebay status` tells)"
-    )
+    text = text.replace("the backend", node)
+    for bare in ("(HTTP 503 : )", f"(HTTP {AGAIN_STATUS} : )"):
+        text = text.replace(
+            bare, "(it starts, is busy, or does not know the cluster's map yet: `forebay status` tells)"
+        )
     failed.message = text if node in text else f"{node} cannot be asked: {text}"
 
 
@@ -153,6 +156,8 @@ def _kind_of(status: int, body: str, what: str) -> ForebayError:
     code_found = _CODE.search(body)
     code = code_found[1] if code_found else ""
     said = f"HTTP {status} {code}: {_quote(body)}"
+    if status == AGAIN_STATUS:
+        return map_changes(f"{what}: the backend does not act on it now ({said}): try again", retry_after_s=0.25)
     if status == 503 and code == "ServiceUnavailable":  # of a node too, that cannot say whether it was done
         return Unavailable(f"{what}: the backend could not answer ({said}): try again later")
     if status in (429, 503) or code in _BUSY_CODES:

@@ -9,6 +9,7 @@ requests (see `s3/credentials.py`, `gcs/credentials.py`, `azure/container.py`).
     gs://bucket/prefix      Google Cloud Storage              memory://name        this process's memory
     az://container/prefix   Azure Blob Storage                https://host/path/   a web server, read only, no listing
     local://                no backend: the bucket is here alone
+    coded://K+M             no backend: objects are erasure-coded over the cluster's nodes (`backends/coded/`)
 
 Opening a backend reads at most a key file and opens no connection.
 """
@@ -43,10 +44,11 @@ from forebay.backends.s3.versions import Versions
 from forebay.backends.s3.writing import S3Writes
 from forebay.backends.seam import Backend
 from forebay.core import limits
+from forebay.core.cluster.coding import code_of
 from forebay.core.errors import Invalid, NotSupported
 from forebay.core.s3rules import keeping
 from forebay.core.spelling import did_you_mean
-from forebay.core.types import LOCAL_URL, LOOP_HEADER, PEER_HEADER, Bucket
+from forebay.core.types import AGAIN_HEADER, LOCAL_URL, LOOP_HEADER, PEER_HEADER, Bucket
 from forebay.core.versions import whose_versions
 from forebay.ports import chance
 from forebay.ports.clock import Clock, SystemClock
@@ -65,6 +67,7 @@ OPTIONS: dict[str, dict[str, str]] = {
     "file": {},
     "memory": {},
     "local": {},
+    "coded": {},
 }
 GCS_URL = "https://storage.googleapis.com"
 # The whole of a request may take as long as its bytes flow: the read timeout finds a stalled one.
@@ -112,11 +115,15 @@ def locate(
         return memory.named(name)
     if scheme == "local":
         return LocalBackend(bucket.name)
+    if scheme == "coded":
+        raise Invalid(
+            f"{bucket.url} is for the nodes of a cluster that know each other: start them with --cluster, and where "
+            "they have identities with --peer-key"
+        )
     if scheme == "file":
         return DirectoryBackend(path, clock, bounds.paths(bucket))
     client = _client_options(bucket.options)
-    if node:
-        client["default_headers"] = {LOOP_HEADER: node} | ({PEER_HEADER: peer} if peer else {})
+    client["default_headers"] = ({LOOP_HEADER: node} if node else {}) | (_between_nodes(peer) if peer else {})
     client["dial"] = bounds.dial(bucket)
     environment: Mapping[str, str] = {} if bucket.held else os.environ
     prefix = path.lstrip("/")
@@ -136,9 +143,13 @@ def locate(
 def wire_to(bucket: Bucket, clock: Clock, node: str, peer: str) -> Wire:
     """Requests to the node at which the S3 bucket `bucket` is, as another node (see `locate`)."""
     client = _client_options(bucket.options)
-    client["default_headers"] = {LOOP_HEADER: node, PEER_HEADER: peer}
+    client["default_headers"] = {LOOP_HEADER: node, **_between_nodes(peer)}
     place = aws.find(bucket.name, bucket.options, clock)
     return Wire(place.url, aws.Signer(place, clock), client, bucket=bucket.name)
+
+
+def _between_nodes(peer: str) -> dict[str, str]:
+    return {PEER_HEADER: peer, AGAIN_HEADER: "1"}
 
 
 def _parse(bucket: Bucket) -> tuple[str, str, str]:
@@ -168,6 +179,7 @@ def _parse(bucket: Bucket) -> tuple[str, str, str]:
         return scheme, "", unquote(parts.path)
     if scheme == "local" and (parts.netloc or parts.path):
         raise Invalid(f"backend URL {bucket.url!r} names something, but a bucket without a backend is just {LOCAL_URL}")
+    code_of(bucket.url)
     if scheme in ("s3", "gs", "az") and not _NAME.fullmatch(parts.netloc or "x"):
         raise Invalid(f"backend URL {bucket.url!r} names no bucket that can be: use letters, digits, '.', '-' and '_'")
     for option in ("region", "account_name"):  # parts of a host's name: more than a name would lead elsewhere

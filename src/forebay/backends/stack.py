@@ -9,7 +9,11 @@ passing faults.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from forebay.backends.bounds import Bounds
+from forebay.backends.coded.backend import CodedBackend, Places
+from forebay.backends.coded.codec import Codec
 from forebay.backends.http.cloud import CloudReads
 from forebay.backends.locate import locate
 from forebay.backends.seam import Backend
@@ -18,8 +22,10 @@ from forebay.backends.wrap.faulty import FaultPlan, Faulty
 from forebay.backends.wrap.peers import Peers, PeersFirst
 from forebay.backends.wrap.retrying import Retrying
 from forebay.backends.wrap.while_alive import AnotherNode, WhileAlive
+from forebay.core.cluster.coding import code_of
+from forebay.core.errors import Invalid
 from forebay.core.machines.retry import RetryPolicy
-from forebay.core.types import Bucket
+from forebay.core.types import CODED, Bucket
 from forebay.ports import chance as system_chance
 from forebay.ports import clock as system_clock
 from forebay.ports.chance import Chance
@@ -37,11 +43,24 @@ def open_node(
     node: str,
     peer: str,
     while_alive: WhileAlive,
+    once: bool = True,
 ) -> Backend:
-    """Another node of the cluster as the backend of `bucket`, ready to use; `peer` says by which map it is asked, and
-    `while_alive` ends what it does not answer before its lease has ended."""
+    """Another node of the cluster (or this one, with `node` "") as the backend of `bucket`, ready to use; `peer` says
+    who is asked, and by which map, and `while_alive` ends what it does not answer before its lease has ended. Not
+    `once`: what may have been done may be asked again, since it is never other bytes under the same name."""
     asked = AnotherNode(locate(bucket, clock, node, peer=peer), counters, clock, while_alive)
-    return Retrying(asked, clock, chance, counters, NODE_POLICY, once=True)
+    return Retrying(asked, clock, chance, counters, NODE_POLICY, once=once)
+
+
+def open_coded(
+    bucket: Bucket, entries: Callable[[], Backend], places: Places, *, clock: Clock, chance: Chance
+) -> CodedBackend:
+    """The backend of a bucket whose objects are erasure-coded over the nodes, ready to use. `entries` and the nodes try
+    again themselves. `Invalid` for another URL, `NotSupported` if this machine cannot compute slices."""
+    code = code_of(bucket.url)
+    if code is None:
+        raise Invalid(f"{bucket.url} names no code: write {CODED}K+M")
+    return CodedBackend(bucket.name, Codec(code), entries, places, chance, clock)
 
 
 def open_backend(

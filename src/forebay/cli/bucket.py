@@ -18,10 +18,19 @@ from forebay.cli import show
 from forebay.cli.options import AsJson, BucketName, Debug, Here, Url, open_client
 from forebay.cli.outcome import one_line, verb
 from forebay.core.backend_options import HIDDEN, is_secret
+from forebay.core.cluster.coding import code_of
 from forebay.core.errors import Exists, Invalid
 from forebay.core.messages.calls import CachedEntry
 from forebay.core.quantity import parse_size
-from forebay.core.types import LOCAL_URL, Bucket, CorsRule, check_bucket_name, format_freshness, parse_freshness
+from forebay.core.types import (
+    COPIES_MAX,
+    LOCAL_URL,
+    Bucket,
+    CorsRule,
+    check_bucket_name,
+    format_freshness,
+    parse_freshness,
+)
 
 if TYPE_CHECKING:
     from forebay.client.sync import Client
@@ -60,7 +69,10 @@ Conflict = Annotated[
 ]
 NodeCopies = Annotated[
     str | None,
-    typer.Option("--copies", help="In a cluster: on 1 or 2 (default) nodes before a write ends that no backend has."),
+    typer.Option(
+        "--copies",
+        help="In a cluster: on how many nodes a write is before the answer that no backend has (default: 2).",
+    ),
 ]
 Acl = Annotated[
     str | None, typer.Option("--acl", help="private (default), or public-read: reading and listing need no key.")
@@ -120,13 +132,13 @@ def _read_value(name: str, file: str) -> str:
 
 def check_url(url: str) -> str:
     """A backend URL whose scheme is served; else `Invalid`."""
-    if url == LOCAL_URL:
+    if url == LOCAL_URL or code_of(url) is not None:
         return url
     scheme, marks, rest = url.partition("://")
     if not marks or scheme not in SCHEMES:
         raise Invalid(
             f"the backend URL {url!r} is not served: use s3://NAME[/PREFIX], gs://NAME, az://CONTAINER, "
-            "https://HOST/PATH, file:///DIRECTORY, memory://NAME, or local:// for none"
+            "https://HOST/PATH, file:///DIRECTORY, memory://NAME, or for none local://, in a cluster also coded://K+M"
         )
     if scheme == "file" and not rest.startswith("/"):
         raise Invalid(f"the backend URL {url!r} names no absolute directory: write it like file:///data/corpus")
@@ -195,7 +207,7 @@ def changes(options: list[str] | None, **given: str | None) -> dict[str, Any]:
         "freshness_s": parse_freshness,
         "quota_bytes": parse_quota,
         "durability": lambda text: _one_of("--durability", text, ("disk", "memory")),
-        "copies": lambda text: int(_one_of("--copies", text, ("1", "2"))),
+        "copies": lambda text: int(_one_of("--copies", text, tuple(map(str, range(1, COPIES_MAX + 1))))),
         "dirty_bytes_max": parse_quota,
         "dirty_age_max_s": _age,
         "conflict": lambda text: _one_of("--conflict", text, ("keep-both", "ours", "theirs")),
@@ -220,7 +232,7 @@ def parse_quota(text: str) -> int | None:
 def add(
     name: BucketName,
     address: Annotated[
-        str, typer.Argument(metavar="BACKEND", help="s3://, gs://, az://, https://, file://, local:// …")
+        str, typer.Argument(metavar="BACKEND", help="s3://, gs://, az://, https://, file://, local://, coded://K+M …")
     ],
     write: Write = None,
     freshness: Freshness = None,
@@ -240,13 +252,16 @@ def add(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Serve the objects at BACKEND as the bucket NAME; local:// for objects that are on this node alone."""
+    """Serve the objects at BACKEND as the bucket NAME; local:// for objects that are on this node alone, coded://4+2
+    for objects that are on the nodes of the cluster, erasure-coded."""
     fields = changes(
         option, write=write, freshness_s=freshness, quota_bytes=quota, durability=durability, copies=copies,
         dirty_bytes_max=dirty_bytes_max, dirty_age_max_s=dirty_age_max, conflict=conflict, acl=acl, cors=cors,
     )  # fmt: skip
     if address == LOCAL_URL:
         fields.setdefault("write", "local")
+    if code_of(address) is not None:
+        fields = {"write": "back", "copies": 2} | fields
     bucket = _checked(Bucket(check_bucket_name(name), check_url(address), **fields))
     with open_client(url) as client:
         there = {found.name: found for found in client.buckets()}.get(name)

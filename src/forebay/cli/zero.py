@@ -97,7 +97,7 @@ def _refuse_missing(nodes: list[ClusterNode]) -> None:
 
 
 def _check_place(bucket: Bucket, manifest: str) -> None:
-    if bucket.write == "local":
+    if bucket.is_of_nodes:
         raise Invalid(f"{manifest} would go with the nodes: name an object of a bucket that has a backend")
 
 
@@ -122,9 +122,10 @@ def _check(node: jobs.Node, state: NodeState) -> None:
                 f"{node.label}bucket {name} has lost objects or a missing volume: `forebay lost ls {name}` and "
                 "`forebay volume ls` there say what to do. No node was drained"
             )
-        if settings[name].write == "local" and node.client.cached_page(name, limit=1).entries:
+        here = settings[name].write == "local" and node.client.cached_page(name, limit=1).entries
+        if here or (settings[name].is_of_nodes and node.client.list_page(name, limit=1).entries):
             raise Exists(
-                f"{node.label}bucket {name} is local, and its objects are on nodes alone: `forebay mv -r {name}/ "
+                f"{node.label}bucket {name} has no backend, and its objects are on nodes alone: `forebay mv -r {name}/ "
                 "ANOTHER/` to a bucket that has a backend, or delete them. No node was drained"
             )
         if bucket.dirty_objects:
@@ -208,7 +209,7 @@ def _leave(client: Client, place: address.Address, before: ClusterState, running
                     kept[bucket.name] = _with_pins(kept.get(bucket.name), bucket)
             except Unavailable:  # it has stopped
                 continue
-    buckets, hidden = without_secrets(kept[name] for name in sorted(kept) if kept[name].write != "local")
+    buckets, hidden = without_secrets(kept[name] for name in sorted(kept) if not kept[name].is_of_nodes)
     warm = merged(part.warm for part in parts.values())
     nodes = [FormerNode(each.node_id, each.address, sizes.get(each.node_id, 0)) for each in before.nodes]
     left_out = sum(part.left_out for part in parts.values())

@@ -76,9 +76,12 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
         return self.verb == verb or self.verb == "admin" or (self.verb == "create" and own)
 
     def fits(self, bucket: str) -> bool:
-        """Whether the bucket is one of those that the grant is about."""
+        """Whether the bucket is one of those that the grant is about: not of those that only nodes name, whose names
+        begin with `-`, unless the pattern says so too."""
         if "*" not in self.pattern:
             return self.pattern == bucket
+        if bucket.startswith("-") and not self.pattern.startswith("-"):
+            return False
         return re.fullmatch(".*".join(re.escape(part) for part in self.pattern.split("*")), bucket) is not None
 
 

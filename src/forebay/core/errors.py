@@ -18,6 +18,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 Retry = Literal["never", "same", "another", "later"]
+MAP_CHANGES = "MapChanges"  # the code of an error that says: nothing was done, for who acts on the key changes
 
 
 class ErrorOnWire(msgspec.Struct, array_like=True, frozen=True):
@@ -172,6 +173,12 @@ KINDS: dict[str, type[ForebayError]] = {
         Bug,
     )
 }
+
+
+def map_changes(message: str, retry_after_s: float) -> Busy:
+    """Nothing was done, for certain, since who acts on the key changes: whoever was asked by a client asks again, by
+    the map of then (`node/engine/asking.py`)."""
+    return Busy(message, code=MAP_CHANGES, retry_after_s=retry_after_s)
 
 
 def from_wire(error: ErrorOnWire) -> ForebayError:

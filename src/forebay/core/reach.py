@@ -33,7 +33,7 @@ from typing import Final, NamedTuple
 from urllib.parse import unquote
 
 from forebay.core.errors import Denied, Invalid
-from forebay.core.types import LOCAL_URL, Bucket
+from forebay.core.types import Bucket
 
 _URL = re.compile(r"([a-z0-9]+)://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._*{}-]*)(?::([0-9]+|\*))?(/[^\\?#]*)?")
 _PORTS: Final = {"http": "80", "https": "443"}
@@ -137,7 +137,7 @@ class Reach:
 
     def check(self, bucket: Bucket) -> None:
         """Return if a held bucket may be as it is. `Denied` for a place that is not allowed, `Invalid` for options."""
-        if bucket.url == LOCAL_URL:
+        if bucket.is_of_nodes:
             return
         scheme = place_of(bucket.url).scheme
         if not self.allows(bucket.name, bucket.url):

@@ -143,7 +143,9 @@ def format_freshness(seconds: float) -> str:
 WriteMode = Literal["through", "back", "local"]
 Durability = Literal["disk", "memory"]
 Conflict = Literal["keep-both", "ours", "theirs"]
+COPIES_MAX = 5  # each is one more sync before the answer, and one more transfer over the home's link
 LOCAL_URL = "local://"  # the URL of a bucket without a backend
+CODED = "coded://"  # begins the URL of one that is erasure-coded over the nodes (`core/cluster/coding.py`)
 LOOP_HEADER = "cdn-loop"  # RFC 8586: a node puts its id into what it asks backends, and knows it when it comes back
 PEER_HEADER = "x-forebay-peer"  # of a request between nodes: whom it takes for the home, and by which map
 RELAY_HEADER = "x-forebay-relay"  # of such a request for bytes that go to a client, and stay nowhere on the way
@@ -152,6 +154,8 @@ UPLOADS_QUERY = "forebay-uploads"  # of a GET of a bucket between nodes: the upl
 OWED_QUERY = "forebay-owed"  # of a GET of a bucket between nodes: what the node has that no backend has
 COPY_QUERY = "forebay-copy"  # of a PUT, DELETE or POST between nodes: a copy that is kept for another, and its end
 COPY_HEADER = "x-forebay-copy"  # of such a PUT: what goes with the copy (`core/messages/copied.py`)
+AGAIN_HEADER = "x-forebay-again"  # of a request between nodes: who asks knows the status that follows
+AGAIN_STATUS = 421  # RFC 9110, misdirected: nothing was done, for who acts on the key changes (`errors.map_changes`)
 LOOP_STATUS = 508
 DIRTY_AGE_MAX_S = 3600.0
 
@@ -181,8 +185,9 @@ class Bucket(msgspec.Struct, frozen=True, omit_defaults=True):
     (`core/reach.py`); the node alone decides it. `owner`: the identity that made it by a `create` grant (see
     `core/access.py`), or ""; the node alone sets it. `acl` is `private` or `public-read` (reading needs no identity
     then). `quota_bytes` bounds the bucket's share of the node's disks (None: no bound); `pinned` prefixes are never
-    evicted. `copies`: on how many nodes of a cluster what no backend has is synced before a write is acknowledged. 0 is
-    not said: a request leaves it as it is, or to the node (`node/engine/bucket_verbs.py`); as kept, it means one.
+    evicted. `copies`: on how many nodes of a cluster what no backend has is synced before a write is acknowledged, or
+    on all, if there are fewer. 0 is not said: a request leaves it as it is, or to the node
+    (`node/engine/bucket_verbs.py`); as kept, it means one.
     """
 
     name: str
@@ -201,10 +206,15 @@ class Bucket(msgspec.Struct, frozen=True, omit_defaults=True):
     cors: tuple[CorsRule, ...] = ()
     held: bool = False
     owner: str = ""
-    copies: Annotated[int, msgspec.Meta(ge=0, le=2)] = 0
+    copies: Annotated[int, msgspec.Meta(ge=0, le=COPIES_MAX)] = 0
 
     @property
     def is_kept_twice(self) -> bool:
-        """Whether a cluster keeps on two nodes what no backend has of it. `memory` promises less than a disk, so of
-        that there is one copy."""
+        """Whether a cluster keeps on two nodes, or more, what no backend has of it. `memory` promises less than a disk,
+        so of that there is one copy."""
         return self.copies > 1 and self.write != "through" and self.durability == "disk"
+
+    @property
+    def is_of_nodes(self) -> bool:
+        """Whether its objects are on nodes alone: they go with the last of them."""
+        return self.write == "local" or self.url.startswith(CODED)

@@ -30,4 +30,6 @@ def read_secret(path: str) -> str:
 
 def identity_of_peers(secret: str) -> Identity:
     """Who the other nodes are to this one: they read and write for their clients, whom they have judged."""
-    return Identity(NAME, PEER_KEY_ID, secret, grants=(Grant("read", "*"), Grant("write", "*")))
+    reach = ("*", "-*")  # also what only nodes name
+    grants = tuple(Grant(verb, pattern) for verb in ("read", "write") for pattern in reach)
+    return Identity(NAME, PEER_KEY_ID, secret, grants=grants)

@@ -19,6 +19,7 @@ import base64
 import contextlib
 import functools
 import hashlib
+import html
 import http.client
 import math
 import random
@@ -89,6 +90,7 @@ class Board:
         self.may_be_full = False  # a disk is, or was since the last quiet moment
         self.machine_stops = 0
         self.copied: set[str] = set()  # labels of which there are copies
+        self.etags: dict[tuple[Place, str], str] = {}  # that were told first, by label
         self.open: dict[Place, int] = defaultdict(int)  # calls without an answer since the last quiet moment
         self.acts: Counter[tuple[str, str]] = Counter()  # bucket, what: those that told something
         self.writing: Counter[tuple[Place, str]] = Counter()  # labels whose write there has no answer yet
@@ -117,6 +119,7 @@ class Board:
         """Only these labels may still be read there."""
         with self._lock:
             self.tried[place] = {label: size for label, size in self.tried[place].items() if label in kept}
+            self.etags = {what: etag for what, etag in self.etags.items() if what[0] != place or what[1] in kept}
 
     def note(self, place: Place, call: Call, act: str) -> None:
         with self._lock:
@@ -226,7 +229,9 @@ class Client:
         if len(labels) > 1:
             return None
         self._board.note(place, Call("read", labels[0], began, self._board.now()), "range" if headers else "get")
-        return Seen(labels[0], answer.headers.get("etag", ""), len(answer.body))
+        etag = answer.headers.get("etag", "")
+        self._check_etag(place, labels[0], etag, "GET")
+        return Seen(labels[0], etag, len(answer.body))
 
     async def _head(self, place: Place) -> None:
         began = self._board.now()
@@ -236,13 +241,14 @@ class Client:
         if answer.status not in (200, 404):
             return self._refused(place, "HEAD", answer)
         size_bytes = int(answer.headers["content-length"]) if answer.status == 200 else None
-        return self._found_size(place, size_bytes, began, self._board.now(), "head")
+        etag = answer.headers.get("etag", "")
+        return self._found_size(place, size_bytes, etag, began, self._board.now(), "head")
 
     async def list_bucket(self, place: Place) -> bool:
         """All keys of its bucket, in one page or several, as it was while the first to the last was asked for. Whether
         there was an answer."""
         version, page = self._random.choice(["", "list-type=2&"]), self._random.choice([1000, 1000, 2])
-        sizes: dict[str, int] = {}
+        found: dict[str, tuple[int, str]] = {}
         began, after = self._board.now(), ""
         while True:
             answer = await self._asked("GET", (place[0], ""), f"{version}max-keys={page}{after}")
@@ -251,8 +257,7 @@ class Client:
             if answer.status != 200:
                 self._refused(place, "GET ?list", answer)
                 return False
-            found = re.findall(rb"<Key>([^<]+)</Key>.*?<Size>(\d+)</Size>", answer.body, re.DOTALL)
-            sizes |= {key.decode(): int(size) for key, size in found}
+            found |= _listed(answer.body)
             if b"<IsTruncated>true" not in answer.body:
                 break
             if version:
@@ -260,19 +265,32 @@ class Client:
                 assert token is not None, answer
                 after = f"&continuation-token={quote(token[1].decode(), safe='')}"
             else:
-                after = f"&marker={quote(max(sizes), safe='')}"
+                after = f"&marker={quote(max(found), safe='')}"
         ended = self._board.now()
         for each in self._places:
             if each[0] == place[0]:
-                self._found_size(each, sizes.get(each[1]), began, ended, "list v2" if version else "list v1")
+                size, etag = found.get(each[1], (None, ""))
+                self._found_size(each, size, etag, began, ended, "list v2" if version else "list v1")
         return True
 
-    def _found_size(self, place: Place, size_bytes: int | None, began: float, ended: float, act: str) -> None:
+    def _found_size(
+        self, place: Place, size_bytes: int | None, etag: str, began: float, ended: float, act: str
+    ) -> None:
         label = ABSENT if size_bytes is None else self._board.label_of(place, size_bytes)
         if label is None:
             self._wrong(place, f"{act}: {size_bytes} bytes, which nobody wrote")
         else:
             self._board.note(place, Call("read", label, began, ended), act)
+            self._check_etag(place, label, etag, act)
+
+    def _check_etag(self, place: Place, label: str, etag: str, act: str) -> None:
+        """Whether it is what anybody was told before, where it lasts."""
+        seen = Seen(label, etag.strip('"'), self._board.tried[place].get(label, 0))
+        if label == ABSENT or not seen.etag:
+            return
+        before = self._board.etags.setdefault((place, label), seen.etag)
+        if before != seen.etag and self._lasts(place, seen) and self._lasts(place, seen._replace(etag=before)):
+            self._wrong(place, f"{act}: the ETag of {label} is {seen.etag}, and was {before}")
 
     # --- writes ------------------------------------------------------------------------------------------------------
     def _label(self, place: Place) -> str:
@@ -410,8 +428,9 @@ class Client:
             self._board.note(place, Call(told, label, began, ended, before), f"{act} refused")
         elif status == 404 and kind == "swap":  # what was read is gone: S3 says so in this way
             self._board.note(place, Call("read", ABSENT, began, ended), f"{act} refused")
-        elif status in (200, 204):
+        elif answer is not None and status in (200, 204):
             self._board.note(place, Call(kind, label, began, ended, before), act)
+            self._check_etag(place, label, answer.headers.get("etag", ""), act)
         elif answer is not None:
             self._refused(place, f"{method} {kind}", answer)
 
@@ -465,6 +484,16 @@ class Client:
         if b"NoSuchUpload" in answer.body and place[0] in self._fleeting and self._board.machine_stops > self._stops:
             return
         self._wrong(place, f"{what}: status {answer.status}, {answer.body[:300]!r}")
+
+
+def _listed(document: bytes) -> dict[str, tuple[int, str]]:
+    """Size and ETag by key."""
+    found = re.findall(r"<Key>([^<]+)</Key>(.*?)<Size>(\d+)</Size>", document.decode(), re.DOTALL)
+    etags = (re.search(r"<ETag>([^<]+)</ETag>", between) for _, between, _ in found)
+    return {
+        key: (int(size), html.unescape(etag[1]) if etag else "")
+        for (key, _, size), etag in zip(found, etags, strict=True)
+    }
 
 
 def _glimpse(body: bytes) -> str:

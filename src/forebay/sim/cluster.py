@@ -22,7 +22,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -44,8 +44,10 @@ from forebay.core.cluster.membership import (
 )
 from forebay.core.cluster.mirror import Mirror
 from forebay.core.cluster.records import NODES, PREFIX, TWICE, NodeRecord, Wanted, wanted_record
+from forebay.core.cluster.replication import Copy, Kept, Name, Sent
 from forebay.core.errors import ForebayError, NotFound
 from forebay.sim.agreed import Agreed
+from forebay.sim.history import ABSENT, GONE
 
 TTL_S = 10.0
 PATIENCE_S = 3.0  # of a process with the store
@@ -83,6 +85,49 @@ class Process:
 
     def may(self, now_s: float, key: str) -> Right | None:
         return None if self.dead else self.membership.right(self.clock_s(now_s), BUCKET, key)
+
+
+class Body(NamedTuple):
+    """What a node owes the backend: the version that it follows there, and earlier bodies that may have been sent."""
+
+    label: str
+    version: int
+    based_on: int
+    tried: frozenset[str]
+
+    @property
+    def shown(self) -> str:
+        return ABSENT if self.label.startswith(GONE) else self.label
+
+
+@dataclass
+class Disk:
+    """What outlives a node's process."""
+
+    owed: dict[Name, Body] = field(default_factory=dict)
+    copies: dict[Name, tuple[Copy, Body]] = field(default_factory=dict)
+    away: dict[Name, tuple[Copy, Body]] = field(default_factory=dict)  # until it starts again, and perhaps old then
+    doubted: bool = False  # what was away, or may be lost, is not made again yet
+    number: int = 0
+
+    def draw(self) -> int:
+        self.number += 1
+        return self.number
+
+
+class Ledgers:
+    """What a process knows besides its membership."""
+
+    def __init__(self, node: str, disk: Disk, copies: int) -> None:
+        self.disk = disk
+        self.kept = Kept(node, {name: copy for name, (copy, _) in disk.copies.items()})
+        self.sent = Sent(node, disk.draw, lambda bucket: copies)
+        self.gone: set[Name] = set()  # copies whose disk has failed, or was away
+        self.fetching: set[Name] = set()
+        self.claimed: set[Name] = set()
+        self.locked: set[Name] = set()
+        self.comparing = self.collecting = False
+        self.holders: object = None
 
 
 class Cluster:

@@ -71,7 +71,7 @@ def _former() -> list[Patch]:
 
 def _presence() -> list[Patch]:
     """Who holds a lease acts, in the store or not."""
-    return [(Membership, "_present", lambda self, now_s: self.hold.holds(now_s))]
+    return [(Membership, "is_present", lambda self, now_s: self.hold.holds(now_s))]
 
 
 def _still() -> list[Patch]:

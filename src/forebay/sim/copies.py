@@ -3,7 +3,8 @@
 Theory. The world of `cluster.py`, whose nodes also have disks, write for clients, flush to a backend, and run the
 product's ledgers (`core/cluster/replication.py`) as a shell would. Nodes talk to each other over a network that loses,
 doubles and delays, and is cut in one direction or both, between two nodes or around one. Keys change hands after a join
-as `node/engine/homes.py` has them do: who held before is asked, flushes what it has, and says so.
+as `node/engine/homes.py` has them do: who held before is asked, flushes what it has, and says so. In some worlds
+three nodes have what no backend has, and there two may be lost for good at the same time: an operator gives them up.
 
 Clients write, delete and read at any node. What they were answered must be linearizable for each key (`history.py`):
 so no acknowledged write is lost, no version goes back, and nothing that was deleted comes back.
@@ -17,68 +18,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from forebay.core.cluster import membership
 from forebay.core.cluster.membership import Covered, Lost, Released, StoodAside
 from forebay.core.cluster.records import LOCAL_TWICE, TWICE, Map
-from forebay.core.cluster.replication import Copy, Kept, Name, Sent
-from forebay.sim.cluster import QUIET_S, TROUBLE_S, WORLD_S, Cluster, Process
-from forebay.sim.history import ABSENT, Call, explain, told
+from forebay.core.cluster.replication import Copy, Name
+from forebay.sim.cluster import QUIET_S, TROUBLE_S, WORLD_S, Body, Cluster, Disk, Ledgers, Process
+from forebay.sim.history import ABSENT, GONE, Call, explain, told
 
 BUCKET = "back"
 NAMES: tuple[Name, ...] = tuple((BUCKET, f"key-{number}") for number in range(8))
-GONE = "gone-"  # how the label of a deletion begins
 SENDINGS_MAX = 6
 AGAIN_S = 0.4
 SPARED_S, RENEWED_S, APART_S = 3.0, 2.0, 15.0
+BURIED_S = 90.0  # two nodes are given up, and all is covered, within it
 ASIDE_S = 3.0  # how long it lets end what is under way
 LAST_WRITES_S = TROUBLE_S + QUIET_S - 25.0
-
-
-class Body(NamedTuple):
-    """What a node owes the backend: the version that it follows there, and earlier bodies that may have been sent."""
-
-    label: str
-    version: int
-    based_on: int
-    tried: frozenset[str]
-
-    @property
-    def shown(self) -> str:
-        return ABSENT if self.label.startswith(GONE) else self.label
-
-
-@dataclass
-class Disk:
-    """What outlives a node's process."""
-
-    owed: dict[Name, Body] = field(default_factory=dict)
-    copies: dict[Name, tuple[Copy, Body]] = field(default_factory=dict)
-    away: dict[Name, tuple[Copy, Body]] = field(default_factory=dict)  # until it starts again, and perhaps old then
-    doubted: bool = False  # what was away, or may be lost, is not made again yet
-    number: int = 0
-
-    def draw(self) -> int:
-        self.number += 1
-        return self.number
-
-
-class Ledgers:
-    """What a process knows besides its membership."""
-
-    def __init__(self, node: str, disk: Disk) -> None:
-        self.disk = disk
-        self.kept = Kept(node, {name: copy for name, (copy, _) in disk.copies.items()})
-        self.sent = Sent(node, disk.draw)
-        self.gone: set[Name] = set()  # copies whose disk has failed, or was away
-        self.fetching: set[Name] = set()
-        self.claimed: set[Name] = set()
-        self.locked: set[Name] = set()
-        self.comparing = False
-        self.holders: object = None
 
 
 Say = Callable[[Any], None]
@@ -88,12 +45,14 @@ class Copies(Cluster):
     """One world; `run` is its story. It raises what it finds."""
 
     _clears_first = True  # a copy, before it forgets what it owed
+    _compares_anew = True  # with the seconds of what was taken over
     _says_lost = True  # that its copies are gone
 
     def __init__(self, seed: int, echo: Callable[[str], object] | None = None) -> None:
         super().__init__(seed, echo)
-        self.taken_over = self.labels = self.lost = self.handed_over = self.fetched = 0
+        self.taken_over = self.labels = self.lost = self.handed_over = self.fetched = self.buried = 0
         self._local = seed % 2 == 1  # nothing has a backend until the end, and nodes are drained
+        self._copies = 3 if seed % 5 < 2 else 2
         self._spared_until_s = 0.0
         self._owes.clear()
         self._names = self._names[: self.chance.choice([2, 3, 4, 5])]
@@ -106,6 +65,7 @@ class Copies(Cluster):
 
     def run(self) -> None:
         self._at(10.0, self._lose_copies)
+        self._at(20.0, self._bury)
         super().run()
 
     # --- processes ---------------------------------------------------------------------------------------------------
@@ -114,7 +74,7 @@ class Copies(Cluster):
         back, disk.away = disk.away, {}
         disk.copies = back | disk.copies
         disk.doubted |= bool(back)
-        ledgers = self._ledgers[f"{node}.{len(self.processes)}"] = Ledgers(node, disk)
+        ledgers = self._ledgers[f"{node}.{len(self.processes)}"] = Ledgers(node, disk, self._copies)
         ledgers.gone = set(disk.copies) if disk.doubted else set()
         process = super()._start(node, twin=twin)
         if disk.doubted and self._says_lost:
@@ -156,7 +116,9 @@ class Copies(Cluster):
         self._forget(process, agreed)
         for name in ledgers.kept.useless(agreed):
             self._drop(ledgers, name)
-        for name in ledgers.kept.taken_over(agreed):
+        if ledgers.kept.collects(agreed):
+            self._collect(process, agreed)
+        for name in ledgers.kept.taken_over(agreed) if not ledgers.kept.collects(agreed) else ():
             if not ledgers.kept.is_spare(agreed, name):
                 self._take(process, name)
                 self._fetch(process, agreed, name)
@@ -165,7 +127,8 @@ class Copies(Cluster):
         if not astray and not (deposed and (ledgers.disk.owed or ledgers.disk.copies or not agreed.is_covered)):
             self._step(process, Released(agreed.epoch))
         self._compare(process, agreed)
-        if ledgers.sent.covered(agreed, process.membership.alive) and not ledgers.kept.taken_over(agreed):
+        waits = ledgers.kept.taken_over(agreed) or ledgers.kept.collects(agreed)
+        if ledgers.sent.covered(agreed, process.membership.alive) and not waits:
             self._step(process, Covered(agreed.due))
         often = 0.5 if not self._stormy else 0.0 if self._local else 0.5 if astray else 0.03
         if ledgers.disk.owed and self.chance.random() < often:
@@ -203,6 +166,9 @@ class Copies(Cluster):
             self._tell(process.incarnation, f"takes over {name[1]} {body.label}")
             tried = body.tried | {body.label}
             ledgers.disk.owed[name] = body._replace(version=ledgers.disk.draw(), tried=tried)
+            if (agreed := process.membership.map) is not None and self._compares_anew:
+                for second in ledgers.sent.seconds(agreed, name):
+                    ledgers.sent.failed(second)
 
     def _fetch(self, process: Process, agreed: Map, name: Name) -> None:
         """Ask who was deposed, and lives, for a copy of its that is gone."""
@@ -234,6 +200,54 @@ class Copies(Cluster):
         ledgers.fetching.add(name)
         self._between(process, copy.actor, send, came)
 
+    def _collect(self, process: Process, agreed: Map) -> None:
+        """Ask all others for what they keep of nodes that were given up, where this one is the home now."""
+        ledgers = self._of(process)
+        waiting, found = set(agreed.holders) - {process.node}, list[tuple[int, Name, Copy, Body]]()
+        if ledgers.collecting:
+            return
+        ledgers.collecting = True
+
+        def send(asked: Process, say: Say) -> None:
+            known, ledger = asked.membership.map, self._of(asked)
+            if known is not None and known.held == agreed.held:
+                has = [(name, of) for name, of in ledger.disk.copies.items() if name not in ledger.gone]
+                mine = [
+                    (copy.version, name, copy, body) for name, (copy, body) in has if copy.actor in agreed.bequeaths
+                ]
+                say([each for each in mine if agreed.holder(*each[1]) == process.node])
+
+        def came(node: str, answer: Any) -> None:
+            known = process.membership.map
+            if answer is None or known is None or known.held != agreed.held:
+                ledgers.collecting = False
+                return
+            waiting.discard(node)
+            found.extend(answer)
+            if not waiting:
+                end(known)
+
+        def end(known: Map) -> None:
+            ledgers.collecting = False
+            for version, name, copy, body in sorted(found, key=lambda each: each[:2]):
+                there = ledgers.kept.copies.get(name)
+                is_late = there is not None and there.actor == copy.actor and there.version >= version
+                if name in ledgers.disk.owed or (is_late and name not in ledgers.gone):
+                    continue
+                if not ledgers.kept.takes(known, known.held, name, copy, asked=True):
+                    assert there is not None, "it would be refused"
+                    assert there.version > version, "it would be refused"
+                    continue
+                ledgers.disk.copies[name] = copy, body
+                ledgers.kept.keep(name, copy)
+                ledgers.gone.discard(name)
+            ledgers.kept.collected(known)
+
+        for node in sorted(waiting):
+            self._between(process, node, send, partial(came, node))
+        if not waiting:
+            end(agreed)
+
     def _drop(self, ledgers: Ledgers, name: Name) -> None:
         ledgers.gone.discard(name)
         ledgers.kept.forget([name])
@@ -246,7 +260,11 @@ class Copies(Cluster):
         if agreed is None or not lease or not process.membership.acts_until_s(process.clock_s(self.now_s)):
             return 0
         self._follow(process, agreed)
+        if name not in ledgers.disk.owed and not ledgers.kept.is_collected(agreed, name):
+            return 0
         if ledgers.kept.acts_anew(agreed, name):
+            if ledgers.kept.collects(agreed):
+                return 0
             self._take(process, name)
             if name in ledgers.gone:
                 return 0
@@ -254,14 +272,14 @@ class Copies(Cluster):
             return lease
         if agreed.holder(*name) != process.node:
             return 0
-        if name in ledgers.claimed or not agreed.earlier(*name):
+        if name in ledgers.claimed or not agreed.earlier(*name) - agreed.given_up.keys():
             return lease
         self._claim(process, agreed, name)
         return 0
 
     def _claim(self, process: Process, agreed: Map, name: Name) -> None:
         """Ask who may have the key from before."""
-        waiting = set(agreed.earlier(*name))
+        waiting = agreed.earlier(*name) - agreed.given_up.keys()
 
         def answered(node: str, lets_go: Any) -> None:
             ledgers = self._of(process)
@@ -280,6 +298,9 @@ class Copies(Cluster):
             say(False)
             return
         if ledgers.kept.acts_anew(agreed, name):
+            if ledgers.kept.collects(agreed):
+                say(False)
+                return
             self._take(asked, name)
             if name in ledgers.gone:
                 say(False)
@@ -351,6 +372,7 @@ class Copies(Cluster):
             return
         ledgers.comparing = True
         marked, busy, number = ledgers.sent.mark(agreed, alive, node), ledgers.sent.busy, ledgers.disk.draw()
+        may_leave = ledgers.sent.may_leave(agreed, alive, node)
         owed = [(name, body.version) for name, body in ledgers.disk.owed.items()]
         listed, written = ledgers.sent.listed(agreed, node, owed)
 
@@ -363,7 +385,7 @@ class Copies(Cluster):
                 ask = partial(self._compared, agreed.held, process.node, number, again, set(), some=True)
                 self._between(process, node, ask, compared)
             else:
-                ledgers.sent.compared(node, marked)
+                ledgers.sent.compared(node, marked, may_leave)
                 ledgers.comparing = False
 
         def send(missing: list[Name]) -> None:
@@ -397,7 +419,7 @@ class Copies(Cluster):
                 return
             ledgers.comparing = False
 
-        ask = partial(self._compared, agreed.held, process.node, number, listed, written)
+        ask = partial(self._compared, agreed.held, process.node, number, listed, written, strays_stay=not may_leave)
         self._between(process, node, ask, compared)
 
     def _compared(
@@ -410,13 +432,19 @@ class Copies(Cluster):
         keeper: Process,
         say: Say,
         some: bool = False,
+        strays_stay: bool = False,
     ) -> None:
         agreed, ledgers = keeper.membership.map, self._of(keeper)
         if agreed is None:
             say(None)
             return
         self._follow(keeper, agreed)
-        found = ledgers.kept.compare(agreed, held, actor, number, listed, busy)
+
+        def stays(name: Name) -> bool:
+            is_stray = keeper.node not in agreed.seconds(actor, *name, self._copies)
+            return strays_stay and is_stray and name not in ledgers.gone
+
+        found = ledgers.kept.compare(agreed, held, actor, number, listed, busy, stays=stays)
         if found is None:
             say(None)
             return
@@ -513,7 +541,7 @@ class Copies(Cluster):
             if agreed is None or not left or process.node in agreed.deposed:
                 end()
                 return
-            place(left, agreed, agreed.seconds(process.node, *name))
+            place(left, agreed, ledgers.sent.seconds(agreed, name))
 
         def place(left: int, agreed: Map, seconds: list[str]) -> None:
             if not seconds:
@@ -525,7 +553,8 @@ class Copies(Cluster):
                 if answer is True:
                     place(left, agreed, seconds[1:])
                     return
-                ledgers.sent.failed(seconds[0])
+                for each in ledgers.sent.seconds(agreed, name):
+                    ledgers.sent.failed(each)
                 self._at(AGAIN_S, lambda: self._within(process, lambda: send(left - 1)))
 
             self._between(process, seconds[0], partial(self._keep, agreed.held, name, copy, body), kept)
@@ -581,7 +610,10 @@ class Copies(Cluster):
             if answer is True and self._kept_still(process, held):
                 ledgers.disk.owed.pop(name, None)
 
-        clear(agreed.seconds(process.node, *name), True)
+        for node in ledgers.sent.strays(agreed, process.membership.alive, name):
+            ask = partial(self._clear, name, process.node, number)
+            self._between(process, node, ask, lambda answer: None)
+        clear(ledgers.sent.seconds(agreed, name), True)
 
     # --- trouble, and the end ----------------------------------------------------------------------------------------
     def _trouble(self) -> None:
@@ -630,21 +662,13 @@ class Copies(Cluster):
         self._at(1.0, self._lose_copies)
         process = self._living[self.chance.choice(self._names)]
         ledgers, agreed = self._of(process), process.membership.map
-        if agreed is None or self.now_s < self._store_until_s:
+        if self.now_s < max(self._store_until_s, self._spared_until_s + APART_S):
+            return
+        if agreed is None or not ledgers.disk.copies or not self._is_calm(agreed):
             return
         handed_over = agreed.is_taking_over and not any(self._living[node].dead for node in agreed.deposed)
         if not handed_over and (agreed.deposed or not agreed.is_covered):
             return
-        if self.now_s < self._spared_until_s + APART_S or not ledgers.disk.copies:
-            return
-        for other in self._living.values():
-            clock_s = other.clock_s(self.now_s)
-            if other.node in agreed.deposed:
-                clock_s = -math.inf  # it acts on nothing, and has what it had
-            if other.dead or other.mute or other.deaf or other.awkward or other.membership.map != agreed:
-                return
-            if other.paused_until_s > self.now_s or other.membership.acts_until_s(clock_s) < clock_s + RENEWED_S:
-                return
         self._spared_until_s = self.now_s + SPARED_S
         lost = list(ledgers.disk.copies)
         ledgers.disk.away |= ledgers.disk.copies
@@ -656,6 +680,73 @@ class Copies(Cluster):
         self.lost += len(lost)
         if self._says_lost:
             self._step(process, Lost())
+
+    def _is_calm(self, agreed: Map) -> bool:
+        """Whether nothing else is wrong at the moment."""
+        for other in self._living.values():
+            clock_s = other.clock_s(self.now_s)
+            if other.node in agreed.deposed:
+                clock_s = -math.inf  # it acts on nothing, and has what it had
+            if other.dead or other.mute or other.deaf or other.awkward or other.membership.map != agreed:
+                return False
+            if other.paused_until_s > self.now_s or other.membership.acts_until_s(clock_s) < clock_s + RENEWED_S:
+                return False
+        return True
+
+    def _bury(self) -> None:
+        """Where three nodes have all, two are lost at once, for good. What one alone of the others has then is as good
+        as two copies are with one node less: until all is covered nothing else fails."""
+        if self._copies < 3 or len(self._names) < 4 or self.now_s > TROUBLE_S - BURIED_S:
+            return
+        self._spared_until_s = max(self._spared_until_s, self.now_s + 1.0)  # no trouble until there is none
+        agreed = self._living[self._names[0]].membership.map
+        is_whole = agreed is not None and agreed.active and agreed.is_covered and not agreed.deposed
+        if agreed is None or not is_whole or len(agreed.holders) < len(self._names) or not self._is_calm(agreed):
+            self._at(0.5, self._bury)
+            return
+        lost = self.chance.sample(self._names, 2)
+        self._cut_pairs.clear()
+        self._spared_until_s = math.inf
+        if self.chance.random() < 0.5:
+            self._lose(lost)
+            return
+        self._living[lost[0]].dead = True  # it is taken over, and comes back with its disk
+        self._tell(lost[0], "ends")
+        self._at(15.0, lambda: self._start(lost[0]))
+        self._at(15.0, lambda: self._lose_beside(*lost))
+
+    def _lose_beside(self, newcomer: str, node: str) -> None:
+        """One is lost as soon as another holds keys again, which it has no copies of yet."""
+        agreed = self._living[node].membership.map
+        if agreed is not None and agreed.active and newcomer in agreed.holders:
+            self._lose([node])
+        else:
+            self._at(0.05, lambda: self._lose_beside(newcomer, node))
+
+    def _lose(self, lost: list[str]) -> None:
+        for node in lost:
+            self._living[node].dead = True
+            self._disks[node] = Disk(number=self._disks[node].number)
+            self._tell(node, "is lost for good")
+        self._at(self.chance.choice([0.0, 4.0, 15.0]), lambda: self._give_up(lost))
+
+    def _give_up(self, lost: list[str]) -> None:
+        """An operator gives lost nodes up, one or two at once, and brings machines back in their place."""
+        known = next(process.membership for process in self._living.values() if process.node not in lost)
+        agreed = known.map
+        assert agreed is not None
+        up = [node for node in lost if known.nodes[node].wanted != "gone" and node not in known.alive]
+        for node in up[: self.chance.choice([1, 2])]:
+            self._want(node, "gone")
+        if any(node in agreed.holders for node in lost) or not agreed.is_covered:
+            self._at(1.0, lambda: self._give_up(lost))
+            return
+        self.buried += 1
+        self._spared_until_s = self.now_s
+        for node in lost:
+            self._want(node, "active")
+            self._start(node)
+        self._at(self.chance.uniform(5.0, 20.0), self._bury)
 
     def _calm(self) -> None:
         super()._calm()

@@ -6,6 +6,7 @@ Theory. As `cluster_plants.py`. Those that change the world itself are mistakes 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from forebay.core.cluster.membership import Membership
 from forebay.core.cluster.next_map import Succession
@@ -19,7 +20,7 @@ from forebay.sim.plants import Plants
 def _fence() -> list[Patch]:
     """Copies are kept by whatever map they are sent."""
 
-    def takes(self: Kept, agreed: Map, held: int, name: Name, copy: Copy) -> bool:
+    def takes(self: Kept, agreed: Map, held: int, name: Name, copy: Copy, asked: bool = False) -> bool:
         there = self.copies.get(name)
         return there is None or there.actor != copy.actor or copy.number >= there.number
 
@@ -30,10 +31,10 @@ def _floors() -> list[Patch]:
     """A copy that comes late is kept, though it was cleared."""
     real = Kept.takes
 
-    def takes(self: Kept, agreed: Map, held: int, name: Name, copy: Copy) -> bool:
+    def takes(self: Kept, agreed: Map, held: int, name: Name, copy: Copy, asked: bool = False) -> bool:
         self._floors.clear()
         self._floor.clear()
-        return real(self, agreed, held, name, copy)
+        return real(self, agreed, held, name, copy, asked)
 
     return [(Kept, "takes", takes)]
 
@@ -69,7 +70,7 @@ def _deposed() -> list[Patch]:
 
 def _member(self: Membership, now_s: float) -> int:
     own = self.nodes.get(self.node)
-    return self.hold.lease if own is not None and own.wanted == "active" and self._present(now_s) else 0
+    return self.hold.lease if own is not None and own.wanted == "active" and self.is_present(now_s) else 0
 
 
 def _clear_first() -> list[Patch]:
@@ -89,8 +90,9 @@ def _replaced() -> list[Patch]:
         number: int,
         listed: Mapping[Name, int],
         busy: Collection[Name],
+        **more: Any,
     ) -> tuple[list[Name], list[Name]] | None:
-        found = real(self, agreed, held, actor, number, listed, busy)
+        found = real(self, agreed, held, actor, number, listed, busy, **more)
         if found is None:
             return None
         missing, dropped = found
@@ -129,7 +131,7 @@ def _aside() -> list[Patch]:
         return self.hold.lease if self.map is not None and self.node not in self.map.deposed else 0
 
     def acts_until_s(self: Membership, now_s: float) -> float:
-        return self.hold.fenced_s if member(self, now_s) and self._present(now_s) else 0.0
+        return self.hold.fenced_s if member(self, now_s) and self.is_present(now_s) else 0.0
 
     return [(Membership, "member", member), (Membership, "acts_until_s", acts_until_s)]
 
@@ -149,7 +151,23 @@ def _relook() -> list[Patch]:
     return [(Sent, "mark", mark)]
 
 
+def _given_up() -> list[Patch]:
+    """What is kept for a node that was given up is nobody's."""
+    return [(Map, "replaced", property(lambda self: [*self.deposed]))]
+
+
+def _third() -> list[Patch]:
+    """Only the second is sent anything, also where three are to have it."""
+    return [(Sent, "seconds", lambda self, agreed, name: agreed.seconds(self.node, *name))]
+
+
+def _anew() -> list[Patch]:
+    """Lists that were compared before something was taken over count for that, too."""
+    return [(Copies, "_compares_anew", False)]
+
+
 PLANTS: Plants = {
+    "anew": _anew,
     "aside": _aside,
     "astray": _astray,
     "clear-first": _clear_first,
@@ -157,9 +175,11 @@ PLANTS: Plants = {
     "deposed": _deposed,
     "fence": _fence,
     "floors": _floors,
+    "given-up": _given_up,
     "lease": _lease,
     "relook": _relook,
     "replaced": _replaced,
     "taken": _taken,
+    "third": _third,
     "unsaid": _unsaid,
 }

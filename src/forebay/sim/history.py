@@ -25,6 +25,7 @@ from forebay.ports import clock
 Kind = Literal["write", "create", "swap", "delete", "read", "refused create", "refused swap"]
 UNCHANGING = {"read", "refused create", "refused swap"}  # they only look
 ABSENT = ""  # the label of nothing
+GONE = "gone-"  # how the label of a deletion begins
 STATES_MAX = 2_000_000  # that a search may visit; beyond it the harness asks too much of one key
 
 

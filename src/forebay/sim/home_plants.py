@@ -117,7 +117,7 @@ def _deposed() -> list[Patch]:
     """A node that was taken over comes back with what it had."""
 
     def acts_until_s(machine: Membership, now_s: float) -> float:
-        return machine.hold.fenced_s if machine._present(now_s) else 0.0
+        return machine.hold.fenced_s if machine.is_present(now_s) else 0.0
 
     async def forget_all(replicas: Replicas) -> None: ...
 

@@ -24,6 +24,7 @@ import http.client
 import os
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -98,6 +99,8 @@ class Exchange:
             sock = self.connection.sock if self.connection is not None else None
             if sock is not None:
                 with contextlib.suppress(OSError):
+                    # What the kernel has not sent is dropped: else it leaves when the network is back, for nobody.
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     socket.socket.shutdown(sock, socket.SHUT_RDWR)  # SSLSocket's own would drop its state under us
             return True
 

@@ -200,6 +200,16 @@ class Writes(Protocol):
         """Close connections of its own."""
 
 
+def check_sendable(key: str, what: str) -> None:
+    """`Invalid` for a key that no request may name."""
+    if _DOTS.search(key):
+        raise Invalid(
+            f"{what}: a key with '.' or '..' between slashes cannot be sent safely, as proxies resolve them: "
+            "use another key",
+            code="InvalidURI",
+        )
+
+
 class CloudReads:
     """The reading half of `Cloud`."""
 
@@ -461,12 +471,7 @@ class CloudReads:
         what = f"{self._wire.url}/{full}"
         if len(full.encode()) > limits.KEY_BYTES_MAX:
             raise Invalid(f"{what}: with the bucket's prefix the key is too long", code="KeyTooLongError")
-        if _DOTS.search(full):
-            raise Invalid(
-                f"{what}: a key with '.' or '..' between slashes cannot be sent safely, as proxies resolve them: "
-                "copy the object to another key",
-                code="InvalidURI",
-            )
+        check_sendable(full, what)
         if self._list_page is None and ("//" in full or full[0] == "/" or full[-1] == "/"):
             raise errors.no_such_key(what)  # web servers fold slashes, and answer a folder with its index
         return full, what

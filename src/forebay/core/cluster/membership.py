@@ -179,6 +179,7 @@ class Membership:
         self._stands_aside = False  # begins nothing that others would take over
         self._turn = 0  # of standing aside
         self._owes_bytes: int | None = None  # nobody has said yet
+        self._began_epoch = 0  # of the last map by which something could begin that only this node will have
         self._came_or_went_s = float("-inf")
         self._missing_s: dict[str, float] = {}  # since when
 
@@ -189,26 +190,36 @@ class Membership:
     # --- what others ask ---------------------------------------------------------------------------------------------
     def right(self, now_s: float, bucket: str, key: str) -> Right | None:
         """Whether this node may act on the key at this moment."""
-        if not self._present(now_s) or self.map is None or self.map.actor(bucket, key) != self.node:
+        if not self.is_present(now_s) or self.map is None or self.map.actor(bucket, key) != self.node:
             return None
         return Right(self.map.epoch, self.hold.lease)
 
     def still(self, now_s: float, right: Right) -> bool:
         """Whether it has been allowed ever since: what was done may be acknowledged."""
-        return self._present(now_s) and right.lease == self.hold.lease
+        return self.is_present(now_s) and right.lease == self.hold.lease
 
     def member(self, now_s: float) -> int:
-        """The lease under which this process may acknowledge what only its node has; 0 if it may not."""
+        """The lease under which this process may begin what it acknowledges though only its node has it; 0 if it may
+        not."""
+        return self.remains(now_s) if self._takes_writes() else 0
+
+    def _takes_writes(self) -> bool:
+        own = self.nodes.get(self.node)
+        return own is not None and (own.wanted == "active" or self._hands_over())
+
+    def remains(self, now_s: float) -> int:
+        """As `member`, for what began when that was so. A node that is drained may end it: it goes when it has let go
+        of the key (`_farewell`), and nobody else acts on it before."""
         own = self.nodes.get(self.node)
         deposed = self.map is not None and self.node in self.map.deposed
-        wanted = own is not None and (own.wanted == "active" or self._hands_over())
-        acts = self._present(now_s) and not deposed and not self._aside % 2 and self._has_said_aside()
-        return self.hold.lease if wanted and acts else 0
+        stays = own is not None and own.wanted != "gone" and not deposed
+        acts = self.is_present(now_s) and not self._aside % 2 and self._has_said_aside()
+        return self.hold.lease if stays and acts else 0
 
     def acts_until_s(self, now_s: float) -> float:
         """Until when this process may answer for what others would take over; 0 if it may not."""
         deposed = self.map is None or self.node in self.map.deposed
-        acts = self._present(now_s) and not deposed and not self._stands_aside and self._has_said_aside()
+        acts = self.is_present(now_s) and not deposed and not self._stands_aside and self._has_said_aside()
         return self.hold.fenced_s if acts else 0.0
 
     def _hands_over(self) -> bool:
@@ -290,6 +301,8 @@ class Membership:
                 _keep(self.alive, key.removeprefix(ALIVE), UNREADABLE if key in self.unreadable else found)
         if lived != set(self.alive):
             self._came_or_went_s = now_s
+        if self.map is not None and self._takes_writes():
+            self._began_epoch = self.map.epoch
         self._missing_s = {node: self._missing_s.get(node, now_s) for node in self.nodes if node not in self.alive}
 
     def _read(self, key: str, value: bytes | None, kind: type[T]) -> T | None:
@@ -387,8 +400,8 @@ class Membership:
             return None
         if self.node in map.holders or self.node in map.deposed:
             return None
-        if self._released_epoch < max((past.epoch for past in map.past), default=0):
-            return None  # what it has cached counts as confirmed still, and nobody asks one that is gone
+        if self._released_epoch < max((self._began_epoch, *(past.epoch for past in map.past))):
+            return None  # what it has cached counts as confirmed still, or it writes, and nobody asks one that is gone
         gone = msgspec.structs.replace(own, wanted="gone")
         return self._changed({NODES + self.node: gone, ALIVE + self.node: None}, also=(MAP,))
 
@@ -408,7 +421,7 @@ class Membership:
         changes = {key: None if value is None else encoded(value) for key, value in values.items()}
         return Write(changes, {key: self._revisions.get(key, 0) for key in (*values, *also)}, lease)
 
-    def _present(self, now_s: float) -> bool:
+    def is_present(self, now_s: float) -> bool:
         """Whether others wait for this process before they change who acts."""
         present = self.alive.get(self.node)
         return (

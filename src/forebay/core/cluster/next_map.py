@@ -18,6 +18,10 @@ again. It is `deposed`, acts on nothing, and holds again when it has forgotten i
 covered. Until then nobody else comes or goes as a holder, but one that is given up: it would take along what it has not
 taken over. A node that keeps a bucket once (`NodeRecord.buckets`), or shall not be `replaced`, is waited for.
 
+*Giving up.* An operator says that a node never comes back. If not all was covered then, nobody could take it over
+before; what others have of it becomes theirs now (`Map.given_up`). With more than two copies that is all, also of nodes
+that were lost at the same time.
+
 *Handing over.* A node that is drained, and keeps local objects, is taken over too, though it lives: no backend has
 them, so it would never have nothing. It becomes the one that is `leaving`: what it has, and what it keeps for others,
 lies on one node more from then on (`Map.seconds`). It goes on as a holder until all is covered. Then it stands aside:
@@ -53,7 +57,7 @@ from forebay.core.cluster.records import (
     bounded,
 )
 
-JOIN_AFTER_S = 1.0  # nodes of one rack start within it, or cost a map each
+JOIN_AFTER_S = 0.5  # nodes that start together are rarely further apart, or cost a map each; a join waits for it
 MISSING_AFTER_S = 0.5  # beyond the lease: a process that was started again meanwhile waits for its end, and is back
 CHANGES_MAX = 50  # nodes that one map takes in or out: each is a condition of the transaction
 HOLDS_AFTER_S = 10.0
@@ -93,7 +97,12 @@ def may_be_replaced(record: NodeRecord) -> bool:
     """Whether another node has all that this one alone may have acknowledged: it used no bucket that the others were
     not told of."""
     kept = record.buckets.values()
-    return record.replaced and bool(kept) and all(how.endswith(TWICE) for how in kept)
+    return record.replaced and bool(kept) and all(map(_is_kept_twice, kept))
+
+
+def _is_kept_twice(how: str) -> bool:
+    """Whether a node keeps a bucket so that others have copies."""
+    return how.endswith(TWICE)
 
 
 class Succession:
@@ -115,6 +124,7 @@ class Succession:
         holders = self._holders(owners)
         deposed = tuple(node for node in before.deposed if node not in holders and self._stays_deposed(node))
         held, leaving, deposed_at = before.held, self._leaving(holders), before.deposed_at
+        given_up = {node: epoch for node, epoch in before.given_up.items() if self._is_known_as_gone(node)}
         if holders == before.holders and leaving == before.leaving and (gone := self._taken_over()):
             holders = {node: weight for node, weight in holders.items() if node != gone}
             held = deposed_at = before.epoch + 1
@@ -127,8 +137,10 @@ class Succession:
             came = sorted(holders.keys() - before.holders.keys())
             newcomers = tuple(node for node in came if self._released(node) < before.epoch)
             past, held = bounded((*past, Past(before.epoch + 1, before.holders, newcomers))), before.epoch + 1
+            if buried := sorted(node for node in before.holders.keys() - holders.keys() if self._has_heirs(node)):
+                given_up, deposed_at = given_up | dict.fromkeys(buried, held), held
         elif not self._reasons:
-            changed = msgspec.structs.replace(known, past=past, deposed=deposed)
+            changed = msgspec.structs.replace(known, past=past, deposed=deposed, given_up=given_up)
             return Next(changed, frozenset()) if changed != before else None
         at_once = owners == before.owners  # whoever holds by a new map asks the others, who must know it too
         changed = Map(
@@ -144,6 +156,7 @@ class Succession:
             known.lost,
             leaving=leaving if leaving in holders else "",
             deposed_at=deposed_at,
+            given_up=given_up,
         )
         return Next(changed, frozenset(self._reasons))
 
@@ -173,8 +186,8 @@ class Succession:
     def _holders(self, owners: dict[str, float]) -> dict[str, float]:
         """Who holds what only nodes have under the next map. Why one leaves is added to the reasons."""
         known = self._known
-        if known.deposed and not known.is_covered:  # copies are taken over: who went now would take them along
-            gone = {node for node in known.holders if node not in self._nodes or self._nodes[node].wanted == "gone"}
+        if self._takes_over():  # who went now would take copies along
+            gone = {node for node in known.holders if self._is_gone(node)}
             self._reasons |= {NODES + node for node in gone}
             return {node: weight for node, weight in known.holders.items() if node not in gone}
         waits = bool(known.holders) and self._now_s < self._seen.came_or_went_s + HOLDS_AFTER_S
@@ -199,9 +212,24 @@ class Succession:
         before = self._known.leaving
         if before and before in holders and hands_over(self._nodes, self._known, before):
             return before
-        if self._known.deposed and not self._known.is_covered:
+        if self._takes_over():
             return ""
         return next((node for node in sorted(holders) if hands_over(self._nodes, self._known, node)), "")
+
+    def _takes_over(self) -> bool:
+        """Whether copies are to become somebody's own still, and all is to be covered after that."""
+        return bool((self._known.deposed and not self._known.is_covered) or self._known.bequeaths)
+
+    def _is_gone(self, node: str) -> bool:
+        """Whether its operator says that it does not come back."""
+        return node not in self._nodes or self._nodes[node].wanted == "gone"
+
+    def _has_heirs(self, node: str) -> bool:
+        """Whether it is given up, and others were to keep copies of something that it had."""
+        return self._is_known_as_gone(node) and any(map(_is_kept_twice, self._nodes[node].buckets.values()))
+
+    def _is_known_as_gone(self, node: str) -> bool:
+        return node in self._nodes and self._nodes[node].wanted == "gone"
 
     def _has_forgotten(self, node: str) -> bool:
         """Whether a deposed node has no old copies, and whoever took over has acted on it."""
@@ -213,9 +241,13 @@ class Succession:
         return record is not None and not (record.wanted == "draining" and self._has_forgotten(node))
 
     def _is_over(self, past: Past) -> bool:
-        """Whether nobody may have keys from then any more."""
+        """Whether nobody may have keys from then any more. Of a node that is given up others may have them, until they
+        were asked: the entry says of which keys."""
+        heirs = {*self._before.holders, *self._known.bequeaths}
         return all(
-            self._nodes[node].wanted == "gone" or node in self._before.deposed or self._released(node) >= past.epoch
+            (self._nodes[node].wanted == "gone" and node not in heirs)
+            or node in self._before.deposed
+            or self._released(node) >= past.epoch
             for node in (*past.holders, *past.newcomers)
             if node in self._nodes
         )

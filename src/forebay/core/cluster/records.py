@@ -21,7 +21,9 @@ before it acts.
 holders. A holder that finds that copies which it kept for others are gone says so, and that is an epoch of its own
 (`lost`). `covered` is the last epoch for which every holder said that all it has lies on two nodes. While it is `due`,
 the last of all these, a node that is missing may be taken over: it is `deposed`, and its copies are old until it has
-forgotten them.
+forgotten them. One that is `given_up` is taken over as far as others have what it had; nothing says that this is all,
+or at whom it is. It is not taken back: what it had would be a second history of each key.
+A bucket may ask for more than two: then the next in a key's order have it as well (`seconds`).
 
 *Releases.* A node says in its record which PROTOCOL it speaks: what stands in these entries, and what nodes ask each
 other. Fields may be added with defaults at any time; the number grows when a node of the release before would do harm.
@@ -123,8 +125,8 @@ class Loss(msgspec.Struct, frozen=True):
 class Map(msgspec.Struct, frozen=True, dict=True):
     """Who owns which keys: weights by node. `former`: before that. `holders`, `past`: the same of what only nodes
     have. `held`, `covered`, `deposed`, `lost`: see the module. `leaving`: the holder that hands over next, if any.
-    `deposed_at`: the epoch by which somebody was deposed last; once all was covered since, what is left of their copies
-    is nobody's (0: a release that did not say)."""
+    `deposed_at`: the epoch by which somebody was deposed or given up last; once all was covered since, what is left of
+    their copies is nobody's (0: a release that did not say). `given_up`: by which epoch; until a node is forgotten."""
 
     epoch: int
     active: bool
@@ -138,6 +140,7 @@ class Map(msgspec.Struct, frozen=True, dict=True):
     lost: dict[str, Loss] = {}
     leaving: str = ""
     deposed_at: int = 0
+    given_up: dict[str, int] = {}
 
     @property
     def due(self) -> int:
@@ -151,8 +154,18 @@ class Map(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def is_taking_over(self) -> bool:
-        """Whether somebody was deposed whose copies others may still have to make their own."""
-        return bool(self.deposed) and self.covered < (self.deposed_at or self.held)
+        """Whether somebody was deposed, or given up, whose copies others may still have to make their own."""
+        return bool(self.deposed or self.given_up) and self.covered < (self.deposed_at or self.held)
+
+    @property
+    def bequeaths(self) -> list[str]:
+        """The nodes that were given up and whose copies others may still have to make their own."""
+        return [node for node, epoch in self.given_up.items() if self.covered < epoch]
+
+    @property
+    def replaced(self) -> list[str]:
+        """The nodes of which copies are others' own, or will be."""
+        return [*self.deposed, *self.bequeaths]
 
     def was_made_again(self, node: str, incarnation: str, losses: int) -> bool:
         """Whether all copies are there again that this process of the node found gone, so many times."""
@@ -186,19 +199,15 @@ class Map(msgspec.Struct, frozen=True, dict=True):
         asked = {node for past in self.past for node in (_first(past.holders, bucket, key), *past.newcomers)}
         return {node for node in asked if node is not None} - {self.holder(bucket, key), *self.deposed}
 
-    def second(self, actor: str, bucket: str, key: str) -> str | None:
-        """Who keeps a copy of what `actor` alone has of the key: its home, were `actor` no holder. None if there is no
-        other holder."""
-        return next(iter(self.seconds(actor, bucket, key)), None)
-
-    def seconds(self, actor: str, bucket: str, key: str) -> list[str]:
-        """Everybody who does: the second, and where one of the two is `leaving`, whoever is it without that one. So
-        all is on two nodes still when that has handed over."""
+    def seconds(self, actor: str, bucket: str, key: str, copies: int = 2) -> list[str]:
+        """Who keeps a copy of what `actor` alone has of the key, in a bucket with so many copies: the home, were
+        `actor` no holder, and so on. Where one of all these is `leaving`, one more does: then all is on so many nodes
+        still when that has handed over. Fewer, where there are no other holders."""
         if self._holding is None:
             return []
         others = (node for node in self._holding.order(bucket, key) if node != actor)
-        found = list(islice(others, 1))
-        if found and self.leaving and self.leaving in (actor, found[0]):
+        found = list(islice(others, copies - 1))
+        if found and self.leaving and self.leaving in (actor, *found):
             found += islice(others, 1)
         return found
 

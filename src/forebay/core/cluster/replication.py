@@ -1,7 +1,7 @@
 """What only one node has lies on a second one: what may be acknowledged, what a copy is worth, when one may go.
 
 Theory. The node that acts on a key sends what it is about to acknowledge to the next holder in the key's order
-(`Map.second`): the home, if the actor were gone. So a node that is taken over needs no search: each of its keys is at
+(`Map.seconds`): the home, if the actor were gone. So a node that is taken over needs no search: each of its keys is at
 home where its copy is. Two ledgers, on every node: `Sent` of what it has others keep, `Kept` of what it keeps for them.
 A copy is no object: nobody reads or lists it until the actor is deposed. Then its keeper makes it its own, and goes on.
 
@@ -23,6 +23,11 @@ the actor goes through its list: what is not on it leaves, what is missing or of
 another version stays until then: the actor may be gone before it has sent the right one. Writes that are under way
 (`busy`) are left alone where they belong: they may be kept and not committed yet. When they have ended, they are
 compared too: what was kept of them may be gone since. When all are compared the node says that it is `covered`.
+What a node keeps as a former second stays until all others have been sent what they lack: it is the only other copy
+until the new one has it. What is cleared meanwhile is cleared there too, if it answers (`strays`).
+
+*Given up.* Of a node that is lost and was not covered, whoever is home may have no copy, and others may (`bequeaths`).
+It asks them all first, and says nothing of such a key before that.
 
 *Gone.* Copies whose disk failed, or that rotted, stay in the ledger: whoever keeps them says nothing of such a key if
 its actor is deposed. One that handed over, or came back, still has them until all is covered, and is asked for them.
@@ -80,6 +85,7 @@ class Kept:
         self._held = 0
         self._known: Map | None = None
         self._spare: set[Name] = set()  # found to be at home elsewhere, by these holders
+        self._collected = 0  # by these holders all was asked for that others keep of lost nodes
         self._floors: dict[tuple[str, Name], int] = {}
         self._floor: dict[str, int] = {}  # of each actor, for all its keys
 
@@ -92,16 +98,20 @@ class Kept:
             self._floors.clear()
             self._floor.clear()
 
-    def takes(self, agreed: Map, held: int, name: Name, copy: Copy) -> bool:
+    def takes(self, agreed: Map, held: int, name: Name, copy: Copy, asked: bool = False) -> bool:
         """Whether to keep it, in the place of what is there; if not, the sender looks at its map, and numbers it anew.
-        `held` is the sender's."""
+        `held` is the sender's. `asked`: this node asked another keeper for it, since its actor is away, and what is
+        here may be gone. Each keeper was sent it under a number of its own, so the version says which is later."""
         there = self.copies.get(name)
         again = there is not None and there.actor == copy.actor  # what is here is gone, or may be old
         acts = copy.actor in agreed.holders or (again and self.acts_anew(agreed, name))
+        acts = acts or (asked and copy.actor in agreed.bequeaths and agreed.holder(*name) == self.node)
         if held != agreed.held or not acts or self.node in agreed.deposed:
             return False
         floor = max(self._floor.get(copy.actor, 0), self._floors.get((copy.actor, name), 0))
         if there is not None and there.actor == copy.actor:
+            if asked:
+                return copy.number > floor and copy.version >= there.version
             floor = max(floor, there.number - 1)  # the same again, whose answer was lost, is fine
         return copy.number > floor
 
@@ -152,7 +162,7 @@ class Kept:
     def _took_over(self, actor: str, other: str, name: Name) -> bool:
         """Whether `actor` acts on the key in the place of the other, who was deposed: what is here was a spare copy."""
         known = self._known
-        return known is not None and other in known.deposed and actor != other and known.holder(*name) == actor
+        return known is not None and other in known.replaced and actor != other and known.holder(*name) == actor
 
     def compare(
         self,
@@ -164,17 +174,18 @@ class Kept:
         busy: Collection[Name],
         after: Name | None = None,
         upto: Name | None = None,
+        stays: Callable[[Name], bool] = lambda name: False,
     ) -> tuple[list[Name], list[Name]] | None:
         """The list of all that the actor has this node keep (versions by name), when its numbers had come so far; of
         the names `after` and `upto` these, where it is given in pieces. What is missing, and what leaves (`forget` it
-        when that is on disk). None if it was made by another map."""
+        when that is on disk), but for what `stays` says of. None if it was made by another map."""
         if held != agreed.held or actor not in agreed.holders or self.node in agreed.deposed:
             return None
         self._floor[actor] = max(number, self._floor.get(actor, 0))
         dropped = [
             name
             for name in self._within(actor, after, upto)
-            if self.copies[name].number <= number and name not in busy and name not in listed
+            if self.copies[name].number <= number and name not in busy and name not in listed and not stays(name)
         ]
         missing = [name for name, version in listed.items() if not self._has(name, actor, version)]
         return missing, dropped
@@ -193,12 +204,27 @@ class Kept:
         there = self.copies.get(name)
         return there is not None and (there.actor, there.version) == (actor, version)
 
+    def collects(self, agreed: Map) -> bool:
+        """Whether others may have copies of lost nodes that are to be this one's, and were not asked yet. Who is at
+        home now need not be who had a copy: holders may have come since."""
+        return bool(agreed.bequeaths) and self.node in agreed.holders and self._collected != agreed.held
+
+    def collected(self, agreed: Map) -> None:
+        """All others were asked, and what they have of lost nodes is here."""
+        self._collected = agreed.held
+
+    def is_collected(self, agreed: Map, name: Name) -> bool:
+        """Whether nothing of the key may come from others any more."""
+        if not self.collects(agreed) or agreed.holder(*name) != self.node:
+            return True
+        return agreed.earlier(*name).isdisjoint(agreed.bequeaths)
+
     def taken_over(self, agreed: Map) -> list[Name]:
-        """What is this node's own from now on: copies of those who were deposed, but not those found to be spare.
+        """What is this node's own from now on: copies of those who were replaced, but not those found to be spare.
         Nothing at a node that holds none, or was deposed itself: its copies may be old."""
         if not agreed.is_taking_over or self.node not in agreed.holders:
             return []
-        names = (name for actor in agreed.deposed for name in self._names.get(actor, ()))
+        names = (name for actor in agreed.replaced for name in self._names.get(actor, ()))
         spare = self._spare if agreed.held == self._held else set[Name]()
         return [name for name in names if name not in spare]
 
@@ -216,7 +242,7 @@ class Kept:
             return []
         if self.node not in agreed.holders:
             return list(self.copies)
-        acting = agreed.holders.keys() | set(agreed.deposed if agreed.is_taking_over else ())
+        acting = agreed.holders.keys() | set(agreed.replaced if agreed.is_taking_over else ())
         return [name for actor, names in self._names.items() if actor not in acting for name in names]
 
     def acts_anew(self, agreed: Map, name: Name) -> bool:
@@ -224,7 +250,7 @@ class Kept:
         there = self.copies.get(name)
         if there is None or not agreed.is_taking_over:
             return False  # if there is one of a deposed node still, a disk came back with it, and it is old
-        return there.actor in agreed.deposed and agreed.holder(*name) == self.node
+        return there.actor in agreed.replaced and agreed.holder(*name) == self.node
 
 
 def _end_of(bucket: str) -> Name:
@@ -232,13 +258,20 @@ def _end_of(bucket: str) -> Name:
 
 
 class Sent:
-    """What others keep for this node. `numbers` draws numbers that grow, over starts of the node too."""
+    """What others keep for this node. `numbers` draws numbers that grow, over starts of the node too; `copies` says on
+    how many nodes what no backend has of a bucket is, with this one."""
 
-    def __init__(self, node: str, numbers: Callable[[], int]) -> None:
+    def __init__(self, node: str, numbers: Callable[[], int], copies: Callable[[str], int]) -> None:
         self.node, self.number = node, numbers  # `number`: of the next copy that is sent, or list that is compared
+        self._copies = copies
         self._busy: dict[int, Name] = {}
         self._compared: dict[str, Mark] = {}
+        self._tidied: dict[str, Mark] = {}
         self._failures: dict[str, int] = {}  # so often nobody knew what a node keeps
+
+    def seconds(self, agreed: Map, name: Name) -> list[str]:
+        """Who is to keep what this node alone has of the key."""
+        return agreed.seconds(self.node, *name, self._copies(name[0]))
 
     def begin(self, name: Name) -> int:
         """A write of the key begins; `end` it when it is committed and kept by the holders of then, or `failed`."""
@@ -266,27 +299,59 @@ class Sent:
         return agreed.held, alive[node].incarnation, self._failures.get(node, 0), since
 
     def to_compare(self, agreed: Map, alive: Mapping[str, Presence]) -> str | None:
-        """The next node to compare lists with."""
-        for node in sorted(agreed.holders):
-            if node in alive and node != self.node and self._compared.get(node) != self.mark(agreed, alive, node):
+        """The next node to compare lists with: first those that may lack something, then those that may have too much,
+        if that may leave."""
+        for node in (found := self._others(agreed, alive)):
+            if not self.is_compared(agreed, alive, node):
+                return node
+        for node in found:
+            if self._tidied.get(node) != self.mark(agreed, alive, node) and self.may_leave(agreed, alive, node):
                 return node
         return None
+
+    def _others(self, agreed: Map, alive: Mapping[str, Presence]) -> list[str]:
+        return [node for node in sorted(agreed.holders) if node in alive and node != self.node]
+
+    def is_compared(self, agreed: Map, alive: Mapping[str, Presence], node: str) -> bool:
+        """Whether that node, which lives, keeps what it shall, as far as this one knows."""
+        return self._compared.get(node) == self.mark(agreed, alive, node)
+
+    def may_leave(self, agreed: Map, alive: Mapping[str, Presence], node: str) -> bool:
+        """Whether the node may let go of what it keeps as a former second: everybody else has what is to be there by
+        now. Until then that may be the only other copy of what a newcomer is to have."""
+        others = agreed.holders.keys() - {self.node, node}
+        return others <= alive.keys() and all(self.is_compared(agreed, alive, each) for each in others)
+
+    def strays(self, agreed: Map, alive: Mapping[str, Presence], name: Name) -> list[str]:
+        """Who else may keep a copy of the key, as a former second of this node or of one that was given up: this one
+        may ask for that again, after a start."""
+        found, seconds = self._others(agreed, alive), self.seconds(agreed, name)
+        if not agreed.bequeaths:
+            found = [node for node in found if self._tidied.get(node) != self.mark(agreed, alive, node)]
+        return [node for node in found if node not in seconds] if self.node in agreed.holders else []
 
     def listed(self, agreed: Map, node: str, owned: Iterable[tuple[Name, int]]) -> tuple[dict[Name, int], set[Name]]:
         """What that node is to keep, of all that this one has alone; and the names of which it may keep more, since
         they are being written. A write that is kept by earlier holders is sent again, so what they keep may leave."""
-        listed = {name: version for name, version in owned if node in agreed.seconds(self.node, *name)}
-        return listed, {name for name in self._busy.values() if node in agreed.seconds(self.node, *name)}
+        listed = {name: version for name, version in owned if node in self.seconds(agreed, name)}
+        return listed, {name for name in self._busy.values() if node in self.seconds(agreed, name)}
 
     def have_ended(self, busy: Iterable[int]) -> bool:
         """Whether none of these writes is under way any more."""
         return not any(write in self._busy for write in busy)
 
-    def compared(self, node: str, mark: Mark) -> None:
-        """The node keeps all of a list that was made when its mark was this one, and of what was being written then."""
+    def compared(self, node: str, mark: Mark, left: bool) -> None:
+        """The node keeps all of a list that was made when its mark was this one, and of what was being written then;
+        and no more, if what was not on it might leave."""
         self._compared[node] = mark
+        if left:
+            self._tidied[node] = mark
 
     def covered(self, agreed: Map, alive: Mapping[str, Presence]) -> bool:
         """Whether all that this node has alone lies on another too, by this map."""
         others = agreed.holders.keys() - {self.node}
-        return self.node in agreed.holders and others <= alive.keys() and self.to_compare(agreed, alive) is None
+        return (
+            self.node in agreed.holders
+            and others <= alive.keys()
+            and all(self.is_compared(agreed, alive, node) for node in others)
+        )

@@ -22,7 +22,7 @@ from __future__ import annotations
 import msgspec
 
 from forebay.core import limits
-from forebay.core.errors import Busy, Corrupt, ForebayError, NoBackendBucket, Unavailable
+from forebay.core.errors import MAP_CHANGES, Busy, Corrupt, ForebayError, NoBackendBucket, Unavailable
 
 RETRYABLE: tuple[type[ForebayError], ...] = (Busy, Unavailable, Corrupt)
 TOKENS_MAX = 500  # the vendor's SDKs: 500 tokens, 5 per retry: a hundred retries in a row before the budget binds
@@ -69,8 +69,9 @@ class RetryBudget:
 
 
 def is_retryable(error: ForebayError) -> bool:
-    """Whether the same backend may succeed on another try after this kind of error."""
-    return isinstance(error, RETRYABLE) and not isinstance(error, NoBackendBucket)
+    """Whether the same backend may succeed on another try after this kind of error. A node that says that the map
+    changes is asked again by another map: that is another backend, and not for this layer."""
+    return isinstance(error, RETRYABLE) and not isinstance(error, NoBackendBucket) and error.code != MAP_CHANGES
 
 
 def delay_before_retry(

@@ -22,7 +22,7 @@ from forebay.core.formats.listing import ListingCall, ListingPartCall, ListingSt
 from forebay.core.formats.manifest import Manifest, WarmObjects
 from forebay.core.formats.members import AppendCall
 from forebay.core.machines.hints import HintsAtCall, HintsCall, HintsNamed, HintsState
-from forebay.core.messages.copied import CopiesCall, CopiesSaid
+from forebay.core.messages.copied import CheckSlices, CopiesCall, CopiesSaid
 from forebay.core.messages.jobs import JobCall as JobCall
 from forebay.core.messages.jobs import JobNamed as JobNamed
 from forebay.core.messages.jobs import JobState as JobState
@@ -435,7 +435,7 @@ VERBS: dict[str, tuple[Any, Any]] = {
     "lost_give_up": (LostCall, list[LostObject]),  # these are given up; at most LIST_KEYS_MAX
     "claim": (ObjectNamed, bool),  # by the key's home; whether nothing is here that nobody else has
     "owed": (ListCall, list[tuple[str, ListEntry | None]]),  # what the node has that no backend has; None: a delete
-    "copies": (CopiesCall, CopiesSaid),  # of another node: what this one keeps for it
+    "copies": (CopiesCall | CheckSlices, CopiesSaid),  # of another node: what this one keeps for it
     "map": (Nothing, NodeMap),
     "wish": (WishCall, ClusterNode),
     "warm": (Nothing, WarmObjects),

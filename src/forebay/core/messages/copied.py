@@ -91,7 +91,8 @@ class ClearCopy(msgspec.Struct, frozen=True, tag=True):
 
 class CompareCopies(msgspec.Struct, frozen=True, tag=True):
     """A piece of the list of what the actor has the node keep in a bucket: keys after `after` up to `upto` ("": to the
-    end), with their versions. `busy`: keys of writes that are under way. Answered with the keys that are missing."""
+    end), with their versions. `busy`: keys of writes that are under way. `strays_stay`: what the node does not list
+    leaves only where the node is to keep it by the map of now. Answered with the keys that are missing."""
 
     bucket: str
     actor: str
@@ -101,6 +102,7 @@ class CompareCopies(msgspec.Struct, frozen=True, tag=True):
     busy: list[str] = []
     after: str = ""
     upto: str = ""
+    strays_stay: bool = False
 
 
 class CompareSome(CompareCopies, frozen=True, tag=True):
@@ -109,23 +111,27 @@ class CompareSome(CompareCopies, frozen=True, tag=True):
 
 
 class ListCopies(msgspec.Struct, frozen=True, tag=True):
-    """The next of what the node keeps for this actor in a bucket, after a key."""
+    """The next of what the node keeps for this actor in a bucket, after a key. `is_lost`: the actor is, so whatever
+    there is counts, though it may be old, or not be all."""
 
     bucket: str
     actor: str
     held: int
     after: str = ""
+    is_lost: bool = False
 
 
 class SendBack(msgspec.Struct, frozen=True, tag=True):
     """Send the actor the copy of a key that is kept for it: answered when the actor has it. If there is none of this
-    version, the key is `missing`."""
+    version, the key is `missing`. `keeper`: send whatever copy of it there is to that node instead, which is to take
+    the key over, and whose own copy is gone or may be old."""
 
     bucket: str
     key: str
     actor: str
     held: int
     version: int
+    keeper: str = ""
 
 
 class SendAgain(msgspec.Struct, frozen=True, tag=True):
@@ -139,6 +145,18 @@ class SendAgain(msgspec.Struct, frozen=True, tag=True):
     held: int
 
 
+class CheckSlices(msgspec.Struct, frozen=True, tag=True):
+    """Which slices the node has to have (`core/cluster/coding.py`): generation, number, and how many groups. Answered
+    with the names of those that are missing. `bucket` is the one that slices are in; `asker` asks in its round of this
+    number, and with `ends` has asked about all slices that the node has to have of entries at home there."""
+
+    bucket: str
+    asked: list[tuple[str, int, int]]
+    asker: str
+    round: int
+    ends: bool = False
+
+
 class CopiesSaid(msgspec.Struct, frozen=True):
     """`missing`: keys of which there is no copy, or of another version. `kept`: keys and versions of those there are;
     none after the last."""
@@ -147,5 +165,6 @@ class CopiesSaid(msgspec.Struct, frozen=True):
     kept: list[tuple[str, int]] = []
 
 
-CopiesAsked = CompareCopies | CompareSome | ListCopies | SendBack | SendAgain  # in a POST's body
+CopiesAsked = CompareCopies | CompareSome | ListCopies | SendBack | SendAgain
 CopiesCall = KeepCopy | ClearCopy | CopiesAsked
+Posted = CopiesAsked | CheckSlices  # in a POST's body

@@ -20,13 +20,14 @@ from forebay.backends.bounds import Bounds
 from forebay.backends.locate import same_place
 from forebay.core import limits
 from forebay.core.backend_options import hide_secrets, with_secrets
+from forebay.core.cluster.coding import code_of, entries_of
 from forebay.core.errors import Busy, Denied, Exists, Invalid, NotFound
 from forebay.core.messages import calls
 from forebay.core.quantity import counted
 from forebay.core.record import State
 from forebay.core.s3rules.compat.cors import check_rules
 from forebay.core.types import Bucket
-from forebay.node.engine.buckets import Buckets
+from forebay.node.engine.buckets import Buckets, no_bucket
 from forebay.node.engine.flush.flusher import Flusher
 from forebay.node.engine.jobs.runner import Jobs
 from forebay.node.engine.jobs.work import JobWork
@@ -110,13 +111,18 @@ class BucketVerbs:
 
     async def delete(self, named: calls.BucketNamed) -> calls.Nothing:
         """Forget a bucket and what is cached of it."""
+        bucket = self.kept(named.name)
+        if named.name.startswith("-"):
+            raise no_bucket(named.name)
+        if bucket is not None and code_of(bucket.url) is not None and named.here and not named.force:
+            raise _of_all(bucket)
         if self.shared is None or named.here:
             await self.delete_here(named)
             return calls.Nothing()
 
         async def delete_here() -> None:
             bucket = self.kept(named.name)
-            if bucket is not None and bucket.write == "local" and not named.force:
+            if bucket is not None and bucket.is_of_nodes and not named.force:
                 await self._empty_everywhere(bucket)
             await self.delete_here(named)
 
@@ -136,7 +142,7 @@ class BucketVerbs:
     # --- at this node ------------------------------------------------------------------------------------------------
     def kept(self, name: str) -> Bucket | None:
         """The bucket as this node has it."""
-        return next((bucket for bucket in self._engine.buckets.all() if bucket.name == name), None)
+        return next((bucket for bucket in self._engine.buckets.shown() if bucket.name == name), None)
 
     async def put_here(self, call: calls.BucketPutCall) -> Bucket:
         """As `put`, at this node alone, with its secrets in the answer."""
@@ -163,8 +169,13 @@ class BucketVerbs:
             held = old.held and (bucket.held or not call.free)
         bucket = msgspec.structs.replace(bucket, held=held)
         self._engine.bounds.check(bucket)
-        if call.check:
+        is_coded = code_of(bucket.url) is not None
+        if is_coded and call.here:
+            raise _of_all(bucket)
+        if call.check and not is_coded:  # where one that is coded has its entries is there when the bucket is
             await buckets.try_out(bucket)  # before anything is given up
+        if old is not None and not same_place(old, bucket) and code_of(old.url) is not None and not call.force:
+            await self._empty_everywhere(old)
         return await self._make(bucket, old, force=call.force)
 
     def _copies(self, call: calls.BucketPutCall) -> int:
@@ -286,20 +297,30 @@ class BucketVerbs:
                 await engine.writes.disown(name, key)
         for key in [lost.key for lost in engine.store.lost_in(name)]:
             await engine.writes.disown(name, key)
-        while bucket.write == "local" and (found := engine.index.scan(name, limit=limits.LIST_KEYS_MAX)):
-            for key, _ in found:
-                await engine.writes.disown(name, key)
-            engine.flush()
+        for here in self._only_here(bucket):
+            while found := engine.index.scan(here, limit=limits.LIST_KEYS_MAX):
+                for key, _ in found:
+                    await engine.writes.disown(here, key)
+                engine.flush()
+            if here != name and engine.replicas is not None:
+                await engine.replicas.kept.give_up(here)
 
     async def _empty(self, bucket: Bucket, change: str) -> None:
         """`Exists` while a local bucket holds objects, which exist nowhere else."""
         self._engine.flush()
-        if bucket.write == "local" and self._holds_some(bucket.name):
+        if any(map(self._holds_some, self._only_here(bucket))):
             raise Exists(
                 f"bucket {bucket.name} holds objects that are on this node alone: delete them first, then {change}; or "
                 "give them up with --force, which lists them",
                 code="BucketNotEmpty",
             )
+
+    def _only_here(self, bucket: Bucket) -> list[str]:
+        """What of the bucket no backend has, and this node or other nodes have: itself, or the entries of one that is
+        coded, whose slices are nobody's without them."""
+        if code_of(bucket.url) is not None:
+            return [entries_of(bucket.name)]
+        return [bucket.name] if bucket.write == "local" else []
 
     def _holds_some(self, bucket: str) -> bool:
         """Whether an object of the bucket is nowhere else. Of other nodes' there may be copies."""
@@ -315,6 +336,10 @@ def _check_owner(bucket: Bucket, maker: str) -> None:
     """`Denied` for somebody whose bucket this is no more."""
     if maker and bucket.owner != maker:
         raise Denied(f"{maker} did not make the bucket {bucket.name}: have 'admin:{bucket.name}' granted")
+
+
+def _of_all(bucket: Bucket) -> Invalid:
+    return Invalid(f"a bucket at {bucket.url} is of all nodes: leave --here out")
 
 
 def _there_already(name: str) -> Exists:

@@ -7,6 +7,9 @@ that did not answer is remembered for UNKNOWN_KEPT_S, so that probing for names 
 
 Backends open at first use: a node must start while a backend is down.
 
+Some buckets stand for no client: the entries of one that is erasure-coded over the nodes, and the slices that this
+node keeps (`core/cluster/coding.py`). They are there as long as what they belong to.
+
 Invariants. (1) A bucket's backend is opened once and closed when its bucket changes or goes. (2) `changed` is called
 after every change, with the new list in effect.
 """
@@ -24,8 +27,10 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from forebay.backends import errors
+from forebay.backends.http.cloud import check_sendable
 from forebay.backends.seam import Backend, Body, Fetch, PartSeen, UploadSeen
 from forebay.backends.wrap.counting import BackendCounters
+from forebay.core.cluster.coding import SLICES, SLICES_BUCKET, code_of, hidden_of
 from forebay.core.errors import Denied, ForebayError, Invalid, NoBackendBucket, NotFound, NotSupported, Precondition
 from forebay.core.messages.calls import Uploads, UploadsCall
 from forebay.core.types import (
@@ -40,12 +45,15 @@ from forebay.core.types import (
 )
 from forebay.core.versions import whose_versions
 from forebay.meta.seam import Entry, MetaStore
+from forebay.node.engine.asking import Patience
+from forebay.node.outcomes import from_node
 from forebay.ports.clock import Clock
 
 log = logging.getLogger("forebay.buckets")
 ResultT = TypeVar("ResultT")
 OpenBackend = Callable[[Bucket, BackendCounters], Backend]
 
+SENT = ("s3", "gs", "az", "coded")  # schemes of backends that keys are sent to over HTTP
 UNKNOWN_KEPT_S = 30.0
 UNKNOWN_MAX = 1024
 TRIED_KEY = ".forebay-write-check"  # written and deleted to see that a bucket takes writes
@@ -192,6 +200,8 @@ class Homes(Protocol):
 
     def end(self, name: tuple[str, str]) -> None: ...
 
+    def patience(self) -> Patience | None: ...
+
     def upload_at(self, served: Served, upload_id: str) -> Served | None: ...
 
     async def uploads(self, bucket: Bucket, call: UploadsCall) -> list[Uploads]: ...
@@ -220,6 +230,7 @@ class Buckets:
         self._auto = auto
         self._changed = changed
         self._kept: dict[str, Bucket] = {}
+        self._hidden: dict[str, Bucket] = {}
         self._served: dict[str, Served] = {}
         self._versions: dict[str, tuple[Served, Served]] = {}  # of a bucket: as it was served then, and its versions
         self._unknown: dict[str, tuple[float, ForebayError]] = {}
@@ -233,11 +244,26 @@ class Buckets:
         for entry in entries:
             bucket = decode_bucket(entry)
             self._kept[bucket.name] = bucket
+        self._hide()
 
-    def all(self) -> list[Bucket]:
-        """Every bucket that is served, by name, with those found in the environment."""
+    def shown(self) -> list[Bucket]:
+        """Every bucket that clients name, by name, with those found in the environment."""
         implicit = {s.bucket.name: s.bucket for s in self._served.values() if s.implicit}
         return [bucket for _, bucket in sorted((implicit | self._kept).items())]
+
+    def all(self) -> list[Bucket]:
+        """Every bucket that is served, also those that only nodes name."""
+        return [*(bucket for _, bucket in sorted(self._hidden.items())), *self.shown()]
+
+    def _hide(self) -> None:
+        """Have the buckets that only nodes name."""
+        found = (hidden_of(bucket) for bucket in self._kept.values())
+        hidden = {bucket.name: bucket for bucket in found if bucket is not None}
+        if self.homes is not None:
+            hidden[SLICES] = SLICES_BUCKET
+        for name in [name for name, bucket in self._hidden.items() if hidden.get(name) != bucket]:
+            self._close_later(self._served.pop(name, None))
+        self._hidden = hidden
 
     def served(self) -> list[Served]:
         """The buckets whose backend is open."""
@@ -268,7 +294,7 @@ class Buckets:
     def known(self, name: str) -> Served | None:
         """The bucket, if that needs no request."""
         served = self._served.get(name)
-        if served is None and (bucket := self._kept.get(name)) is not None:
+        if served is None and (bucket := self._kept.get(name) or self._hidden.get(name)) is not None:
             served = self._served[name] = Served(bucket, self._open_backend(bucket))
         return served
 
@@ -285,7 +311,7 @@ class Buckets:
         served = self.known(name)
         if served is not None:
             return served
-        if not self._auto or not environment_has_credentials():
+        if not self._auto or not environment_has_credentials() or name.startswith("-"):
             raise no_bucket(name)
         at_s, error = self._unknown.get(name, (-UNKNOWN_KEPT_S, no_bucket(name)))
         if self._clock.monotonic_s() - at_s < UNKNOWN_KEPT_S:
@@ -300,7 +326,20 @@ class Buckets:
         """The bucket as this node acts on the key: with the key's home in the backend's place, if that is another.
         Errors as `get`; `Unavailable` if nobody may act now."""
         served = await self.get(name)
+        if served.bucket.write == "back" and served.backend.scheme in SENT:  # else it would be acknowledged, never sent
+            check_sendable(key, f"{name}/{key}")
         return served if self.homes is None else await self.homes.at(served, key)
+
+    @property
+    def patience(self) -> Patience | None:
+        """For an operation that a client asks of this node; None if nobody else acts, or another node asks."""
+        return None if self.homes is None or from_node.get() else self.homes.patience()
+
+    async def again(self, act: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """What `act` returns; asked again while who acts on the key changes (`asking.py`), if a client asks this
+        node."""
+        patience = self.patience
+        return await (act() if patience is None else patience.again(act))
 
     def is_here(self, name: str, key: str) -> bool:
         """Whether this node acts on the key."""
@@ -353,6 +392,8 @@ class Buckets:
         check_bucket_name(bucket.name)
         if (bucket.write == "local") != (bucket.url == LOCAL_URL):
             raise Invalid(f"write=local and the URL {LOCAL_URL} go together: give both, or another URL and write mode")
+        if code_of(bucket.url) is not None and (bucket.write != "back" or not bucket.is_kept_twice):
+            raise Invalid(f"{bucket.url} goes with write=back, durability=disk and copies=2 or more: set these")
         served = Served(bucket, self._open_backend(bucket))
         if bucket.write == "back" and served.backend.read_only:
             await served.backend.aclose()
@@ -372,6 +413,7 @@ class Buckets:
         self._close_later(before)
         self._close_versions(bucket.name)
         self._kept[bucket.name] = bucket
+        self._hide()
         self._served[bucket.name] = served
         self._unknown.pop(bucket.name, None)
         self._changed()
@@ -393,6 +435,7 @@ class Buckets:
         kept = self._kept.pop(name, None)
         if kept is None and served is None:
             raise no_bucket(name)
+        self._hide()
         await self._meta.delete(PREFIX + name)
         self._changed()
 

@@ -19,10 +19,11 @@ import forebay
 from forebay.backends.bounds import Bounds
 from forebay.core import limits
 from forebay.core.backend_options import hide_secrets
+from forebay.core.cluster.coding import code_of, entries_of
 from forebay.core.errors import Bug, Invalid
 from forebay.core.machines.opening import fresh_until_s
 from forebay.core.messages import calls
-from forebay.core.messages.copied import CopiesCall, CopiesSaid
+from forebay.core.messages.copied import CheckSlices, CopiesCall, CopiesSaid
 from forebay.core.messages.node_state import (
     BucketState,
     ClusterNode,
@@ -59,6 +60,7 @@ from forebay.node.engine.read.prestage import Prestaging
 from forebay.node.engine.replicas import Replicas
 from forebay.node.engine.seat import Seat
 from forebay.node.engine.shared_buckets import SharedBuckets
+from forebay.node.engine.slices import Slices
 from forebay.node.engine.volumes import Volumes
 from forebay.node.engine.write.appends import Appends
 from forebay.node.engine.write.copies import Copies
@@ -116,6 +118,7 @@ class Engine(Protocol):
     homes: Homes | None
     leaving: Leaving
     replicas: Replicas | None
+    slices: Slices | None
 
     def flush(self) -> None: ...
 
@@ -194,7 +197,7 @@ class Verbs:
 
     # --- buckets -----------------------------------------------------------------------------------------------------
     async def _buckets(self, _: calls.Nothing) -> list[Bucket]:
-        return [hide_secrets(bucket) for bucket in self._engine.buckets.all()]
+        return [hide_secrets(bucket) for bucket in self._engine.buckets.shown()]
 
     async def _bucket_check(self, named: calls.BucketNamed) -> calls.Nothing:
         await (await self._engine.buckets.get(named.name)).backend.probe()
@@ -202,15 +205,20 @@ class Verbs:
 
     # --- listings ----------------------------------------------------------------------------------------------------
     async def _list(self, call: calls.ListCall) -> Any:
-        return await self._engine.pages.page(await self._engine.buckets.get(call.bucket), call)
+        engine = self._engine
+        served = await engine.buckets.get(call.bucket)
+        return await engine.buckets.again(lambda: engine.pages.page(served, call))
 
     async def _list_cached(self, call: calls.ListCall) -> calls.CachedPage:
         check_bucket_name(call.bucket)
         return await self._engine.pages.cached(call)
 
     async def _stat(self, call: calls.StatCall) -> calls.ObjectState:
-        engine = self._engine
         check_key(call.key)
+        return await self._engine.buckets.again(lambda: self._stat_once(call))
+
+    async def _stat_once(self, call: calls.StatCall) -> calls.ObjectState:
+        engine = self._engine
         served = await engine.buckets.acting(call.bucket, call.key)
         record = await engine.cold.metadata(Ask(call.bucket, call.key, revalidate=call.revalidate), served)
         volume_id, here = engine.store.here(call.bucket, call.key)
@@ -256,7 +264,7 @@ class Verbs:
         served = {each.bucket.name: each for each in engine.buckets.served()}
         buckets = [
             self._bucket_state(bucket, usages, served[bucket.name].error if bucket.name in served else "")
-            for bucket in engine.buckets.all()
+            for bucket in engine.buckets.shown()
         ]
         return NodeState(
             node_id=engine.node_id,
@@ -283,11 +291,11 @@ class Verbs:
         return msgspec.structs.replace(seat.state(), lagging=shared.lagging)
 
     def _bucket_state(self, bucket: Bucket, usages: list[VolumeUsage], error: str) -> BucketState:
-        owed = self._engine.flusher.totals(bucket.name)
+        owed, places = self._engine.flusher.totals(bucket.name), _places_of(bucket)
         return BucketState(
             bucket.name,
             bucket.url,
-            sum(usage.buckets.get(name, 0) for usage in usages for name in (bucket.name, versions_of(bucket.name))),
+            sum(usage.buckets.get(name, 0) for usage in usages for name in (*places, versions_of(bucket.name))),
             bucket.quota_bytes,
             f"flush of {owed.error}" if owed.error else error,
             owed.bytes,
@@ -295,8 +303,8 @@ class Verbs:
             owed.since_s,
             owed.flushing,
             owed.conflicts,
-            self._lost_objects(bucket.name),
-            self._engine.volumes.missing(bucket.name),
+            sum(map(self._lost_objects, places)),
+            sorted({each for name in places for each in self._engine.volumes.missing(name)}),
             owed.error,
         )
 
@@ -306,13 +314,16 @@ class Verbs:
 
     async def _lost(self, call: calls.LostCall) -> list[LostObject]:
         store = self._engine.store
-        if all(bucket.name != call.bucket for bucket in self._engine.buckets.all()):
+        bucket = next((bucket for bucket in self._engine.buckets.shown() if bucket.name == call.bucket), None)
+        if bucket is None:
             raise no_bucket(call.bucket)
+        places = _places_of(bucket)
         if call.keys:
-            named = (store.lost_of(call.bucket, key) for key in call.keys[: limits.LIST_KEYS_MAX])
+            named = (store.lost_of(name, key) for key in call.keys[: limits.LIST_KEYS_MAX] for name in places)
             found = [lost for lost in named if lost is not None]
         else:
-            found = store.lost_in(call.bucket, call.prefix, call.start_after, limits.LIST_KEYS_MAX)
+            listed = (store.lost_in(name, call.prefix, call.start_after, limits.LIST_KEYS_MAX) for name in places)
+            found = [lost for each in listed for lost in each]
         whole = [
             LostObject(each.bucket, each.key, each.record.size_bytes, each.record.modified_s, each.problem)
             for each in found
@@ -321,7 +332,7 @@ class Verbs:
         def asked(key: str) -> bool:
             return key in call.keys if call.keys else key.startswith(call.prefix) and key > call.start_after
 
-        partly = [each for each in store.partly_lost(call.bucket) if asked(each.key)]
+        partly = [each for name in places for each in store.partly_lost(name) if asked(each.key)]
         return sorted([*whole, *partly], key=lambda each: each.key)[: limits.LIST_KEYS_MAX]
 
     async def _lost_give_up(self, call: calls.LostCall) -> list[LostObject]:
@@ -352,7 +363,11 @@ class Verbs:
             raise Invalid("this node is of no cluster: start it with --cluster, or ask one that is")
         return await self._engine.homes.claim(named.bucket, named.key)
 
-    async def _copies(self, call: CopiesCall) -> CopiesSaid:
+    async def _copies(self, call: CopiesCall | CheckSlices) -> CopiesSaid:
+        if isinstance(call, CheckSlices):
+            if self._engine.slices is None:
+                raise Invalid("this node keeps no slices: start it with --cluster, and --peer-key where others have it")
+            return await self._engine.slices.check(call)
         if self._engine.replicas is None:
             raise Invalid("this node is of no cluster: start it with --cluster, or ask one that is")
         return await self._engine.replicas.kept.answer(call)
@@ -393,8 +408,15 @@ class Verbs:
         values |= engine.flusher.metrics() | engine.volumes.metrics()
         if engine.seat is not None:
             values |= engine.seat.metrics()
+        if engine.slices is not None:
+            values |= engine.slices.metrics()
         if engine.replicas is not None:
             values["forebay_kept_copies"] = len(engine.replicas.kept.ledger.copies)
         snapshot = Snapshot(values | vitals("engine", engine.started_s), counted.histograms)
         snapshot.check()
         return snapshot
+
+
+def _places_of(bucket: Bucket) -> list[str]:
+    """The buckets that hold what belongs to a bucket: itself, and the entries of one that is coded."""
+    return [bucket.name] if code_of(bucket.url) is None else [bucket.name, entries_of(bucket.name)]

@@ -16,9 +16,9 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from forebay.core.errors import VolumeMissing
+from forebay.core.errors import ForebayError, VolumeMissing
 from forebay.core.machines.stall import LOOK_S
-from forebay.node.store.disk.volume import Volume, stalled
+from forebay.node.store.disk.volume import Volume, refusal, stalled
 from forebay.node.store.writer.volumes import VolumeSet
 
 DISK_THREADS = 8  # of the shared ones that one disk may take: a quarter of them
@@ -43,11 +43,17 @@ class SharedThreads:
         self._volumes, self._workers = volumes, workers
         self._turns: dict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(DISK_THREADS))
 
-    async def work(self, call: Callable[..., ResultT], at: str, *arguments: object) -> ResultT:
-        """`call(at, *arguments)` in a thread; `at` is a path on the disk that it waits for."""
+    async def work(self, call: Callable[..., ResultT], at: str, *arguments: object, doing: str = "a write") -> ResultT:
+        """`call(at, *arguments)` in a thread; `at` is a path on the disk that it waits for. `Unavailable` if the disk
+        refuses; `doing` names what then failed."""
         volume = next((each.path for each in self._volumes.volumes() if at.startswith(each.path + "/")), "")
         async with self._turns[volume]:
-            return await asyncio.get_running_loop().run_in_executor(self._workers, call, at, *arguments)
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._workers, call, at, *arguments)
+            except ForebayError:
+                raise
+            except OSError as error:
+                raise refusal(error, doing) from error
 
 
 async def _answered(volume: Volume | None, doing: asyncio.Future[ResultT], subject: str) -> ResultT:

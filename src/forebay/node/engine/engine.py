@@ -32,8 +32,9 @@ from forebay.backends.bounds import Bounds
 from forebay.backends.seam import Backend
 from forebay.backends.stack import open_backend
 from forebay.backends.wrap.counting import BackendCounters
+from forebay.core.cluster.coding import SLICES, code_of
 from forebay.core.cluster.records import PROTOCOL, NodeRecord
-from forebay.core.errors import ForebayError, Invalid, Unavailable
+from forebay.core.errors import ForebayError, Invalid
 from forebay.core.machines.hints import Hints
 from forebay.core.machines.pulse import interval_s
 from forebay.core.machines.stall import LOOK_S
@@ -58,7 +59,7 @@ from forebay.node.engine.homes import Homes
 from forebay.node.engine.identities import IdentitiesFile
 from forebay.node.engine.issuers import Issuers
 from forebay.node.engine.jobs.hints import Hinting
-from forebay.node.engine.jobs.rewarm import IsHome
+from forebay.node.engine.jobs.rewarm import is_home_by
 from forebay.node.engine.jobs.runner import Jobs
 from forebay.node.engine.jobs.work import JobWork
 from forebay.node.engine.kept import KeptCopies
@@ -72,6 +73,7 @@ from forebay.node.engine.read.relays import Relays
 from forebay.node.engine.replicas import Replicas
 from forebay.node.engine.seat import Remembered, Seat, recall, weight_of
 from forebay.node.engine.shared_buckets import SharedBuckets
+from forebay.node.engine.slices import Slices
 from forebay.node.engine.volumes import Volumes
 from forebay.node.engine.write.appends import Appends
 from forebay.node.engine.write.begun_uploads import Begun
@@ -104,7 +106,6 @@ HOUSEKEEP_S = 5.0
 AGAIN_S = 1.0  # until background work that broke begins again
 WORKERS = 32  # threads for blocking work: few are used, but a stalled disk must not take all
 FILES_NEEDED = 1024
-MAP_LOOKS, MAP_S = 300, 60.0  # for the cluster's map, by whoever shares work with other nodes
 
 
 def _make_volume_dir(volume: Path) -> None:
@@ -133,6 +134,7 @@ class Engine:
         self.peers: Peers | None = None
         self.homes: Homes | None = None
         self.replicas: Replicas | None = None
+        self.slices: Slices | None = None
         self.shared_buckets: SharedBuckets | None = None
         self.restarts: list[tuple[str, str, int]] = []  # of the node's processes: which one, why, how often
         self._opener = opener or self._open_backend
@@ -177,6 +179,9 @@ class Engine:
                 self.homes = self.buckets.homes = self._know_homes(self.seat)
                 self.flusher.is_second = self.seat.is_second
                 self._keep_copies(self.seat, self.homes)
+                if self.peers is not None and self.replicas is not None:
+                    self.slices = Slices(self, self.seat, self.peers, self.homes, self._chance)
+                    self.replicas.returns.slices_are_elsewhere = self.slices.are_elsewhere
                 self.shared_buckets = await self._share_buckets(self.seat)
                 self.verbs.buckets.shared = self.work.shared = self.shared_buckets
             await self.buckets.load()
@@ -202,6 +207,8 @@ class Engine:
             self._background.append(asyncio.create_task(self._when_whole(self.jobs.resume)))
         if self.homes is not None and self.replicas is not None:
             late += [self.homes.tend, self.replicas.tend]
+        if self.slices is not None:
+            late += [self.slices.tend, self.slices.tidy]
         if self.shared_buckets is not None:
             late.append(self.shared_buckets.follow)
         work = [*map(_lasting, [self._housekeep, self._watch, self._scrub])]
@@ -210,6 +217,8 @@ class Engine:
         self._background += [asyncio.create_task(each) for each in work]
 
     def _open_backend(self, bucket: Bucket, counters: BackendCounters) -> Backend:
+        if self.slices is not None and code_of(bucket.url) is not None:
+            return self.slices.open(bucket, counters)
         return open_backend(bucket, counters=counters, node=self.node_id, bounds=self.bounds, peers=self.peers)
 
     async def _remember_volumes(self) -> None:
@@ -312,6 +321,7 @@ class Engine:
             flush=self.flush,
             known=self.known,
             member=lambda: 0 if self.seat is None else self.seat.member(),
+            lost=lambda lease: "" if self.seat is None else self.seat.lost(lease),
         )
         self.streams = Streams(self.store, self.buckets, self.writes)
         self.copies = Copies(
@@ -380,7 +390,7 @@ class Engine:
             self.flusher,
             flush=self.flush,
             flush_soon=self.flush_soon,
-            is_home=self._is_home,
+            is_home=lambda: is_home_by(self.seat, self.node_id),
         )
         self.prestaging = Prestaging(self.buckets, self.cold, self.tally, self.clock)
         self.store.on_lost = self._lost
@@ -470,26 +480,6 @@ class Engine:
             is_whole=lambda: self.catching_up.is_done,
         )
 
-    async def _is_home(self) -> IsHome:
-        """Which node brings in what. `Unavailable` if this one does not learn the cluster's map in time."""
-        seat = self.seat
-        if seat is None:
-            return lambda bucket, key, stripe: True
-        for _ in range(MAP_LOOKS):
-            agreed = seat.agreed
-            if agreed is not None and agreed.active and agreed.owners:
-                break
-            await asyncio.sleep(MAP_S / MAP_LOOKS)
-        else:
-            raise Unavailable(f"this node does not know the cluster's map ({seat.trouble or 'not yet'}): try again")
-
-        def is_home(bucket: Bucket, key: str, stripe: int) -> bool:
-            back = bucket.write != "through"
-            home = agreed.holder(bucket.name, key) if back else agreed.home(bucket.name, key, stripe)
-            return home == self.node_id
-
-        return is_home
-
     def _keep_copies(self, seat: Seat, homes: Homes) -> None:
         kept = KeptCopies(
             self.node_id,
@@ -532,6 +522,8 @@ class Engine:
             return 1
         owed = sum(usage.owned_bytes for usage in self.store.usage() if usage.state != "out")  # as missing, below
         for bucket in self.buckets.all():
+            if bucket.name == SLICES:
+                continue  # those on a missing volume are made again elsewhere
             owed += self.flusher.totals(bucket.name).objects + len(self.volumes.missing(bucket.name))
         return owed
 
@@ -564,6 +556,8 @@ class Engine:
         """Close everything. `clean` syncs all state, so that the next start trusts the index. `flush` first sends to
         the backends what only this node has, within the settings' bound."""
         self._stopping = True
+        if self.slices is not None:
+            self.slices.stops = True
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -593,6 +587,8 @@ class Engine:
         await self.fronts.aclose()
         await self.room.aclose()
         await self.buckets.aclose()
+        if self.slices is not None:
+            await self.slices.aclose()
         if self.peers is not None:
             await self.peers.aclose()
         if self._flushing is not None:
@@ -673,6 +669,8 @@ class Engine:
 
     def _lost(self, lost: Lost) -> None:
         self.flusher.forget(lost.bucket, lost.key, object_lost(lost))
+        if self.slices is not None and lost.bucket == SLICES:
+            self.slices.lost(lost.key)
         self.flush()  # before anybody hears: no front may answer from the record a moment later
 
     def _volumes_changed(self) -> None:

@@ -33,6 +33,7 @@ from forebay.core.metrics import Snapshot, decode_snapshot
 from forebay.core.record import Record
 from forebay.node.engine.read.one_read import Ask, Out, Read
 from forebay.node.outcomes import for_client, from_node
+from forebay.node.store.disk.volume import of_broken
 
 log = logging.getLogger("forebay.fronts")
 
@@ -252,7 +253,7 @@ class Connection(asyncio.Protocol):
             self.post(wire.Failed(message.call, error.to_wire()))
         except Exception as error:
             log.exception("the call %s broke", message.verb)
-            self.post(wire.Failed(message.call, Bug(f"{message.verb} broke: {error!r}").to_wire()))
+            self.post(wire.Failed(message.call, of_broken(error, message.verb).to_wire()))
 
     def _opened(self, put: int) -> None:
         if self._transport is None:

@@ -13,6 +13,8 @@ everybody there. So a backend that is away, or a local bucket, holds nothing up.
 (the epoch is in the request), so of two that take themselves for the home only the later one is given the key. Nothing
 here depends on who lives or how late it is: a node that is not heard of keeps what it has, and its keys are refused.
 
+*Slices* of coded objects (`slices.py`) have no homes: each node acts on its own.
+
 *Letting go.* In the background a node looks through what it has for keys that are at home elsewhere. It flushes them,
 takes their confirmations away, and when nothing is left it says so (`Seat.released`). Then nobody asks it any more.
 
@@ -40,14 +42,16 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from forebay.core import limits
+from forebay.core.cluster.coding import SLICES
 from forebay.core.cluster.membership import LOOK_S
 from forebay.core.cluster.records import Map
-from forebay.core.errors import Busy, ForebayError, Unavailable
+from forebay.core.errors import MAP_CHANGES, ForebayError, Unavailable, map_changes
 from forebay.core.machines import uploads
 from forebay.core.machines.opening import MISSED
 from forebay.core.messages.calls import Uploads, UploadsCall
 from forebay.core.record import State
 from forebay.core.types import Bucket
+from forebay.node.engine.asking import Patience
 from forebay.node.engine.buckets import Buckets, Served
 from forebay.node.engine.flush.flusher import Flusher
 from forebay.node.engine.peers import Peers
@@ -129,6 +133,7 @@ class Homes:
         self._flusher, self._volumes, self._flush, self._is_whole = flusher, volumes, flush, is_whole
         self.replicas: Replicas | None = None
         self._acting: Counter[Name] = Counter()
+        self._amid: set[Name] | None = None  # what it began to act on during a round of letting go
         self._claimed: dict[Name, None] = {}  # as their home, of whom may have them from before
         self._kept: dict[Name, None] = {}  # though others are their home, who were told so
         self._map: Map | None = None
@@ -137,6 +142,8 @@ class Homes:
     # --- who acts ----------------------------------------------------------------------------------------------------
     def is_here(self, bucket: Bucket, key: str) -> bool:
         """Whether this node acts on the key, as far as it knows without asking anybody."""
+        if bucket.name == SLICES:
+            return True
         if bucket.write == "through":
             return self._unfit(bucket) == ""
         if bucket.is_kept_twice and not self._may_act((bucket.name, key)):
@@ -153,24 +160,28 @@ class Homes:
         node may not say anything about it."""
         assert self.replicas is not None
         if self.replicas.is_deposed and self._owes_key(*name):
-            raise Unavailable(
-                "this node was taken over, and is about to forget what it had: ask another", retry_after_s=LOOK_S
-            )
+            raise map_changes("this node was taken over, and is about to forget what it had: ask another", LOOK_S)
         if self.replicas.kept.acts_anew(name):
             await self.replicas.kept.take_over(name)
 
     def _check_acts(self, bucket: Bucket) -> None:
         if bucket.is_kept_twice and self.replicas is not None and not self.replicas.acts():
-            raise Unavailable(
+            said = (
                 f"this node may not answer for it ({self._seat.trouble or 'it hands over, or is not heard of'}), since "
-                "others may act in its place: try again, or ask another",
-                retry_after_s=LOOK_S,
+                "others may act in its place: try again, or ask another"
             )
+            raise map_changes(said, LOOK_S) if self._seat.is_here else Unavailable(said, retry_after_s=LOOK_S)
+
+    def patience(self) -> Patience:
+        """For one operation, which is asked again while who acts on its key changes."""
+        return Patience(self._seat, self._clock)
 
     async def at(self, served: Served, key: str) -> Served:
         """The bucket as this node acts on the key: itself, or with whoever acts in the backend's place. `Unavailable`
         if nobody may act now."""
         bucket = served.bucket
+        if bucket.name == SLICES:
+            return served
         unfit = self._unfit(bucket)
         if unfit:
             raise Unavailable(unfit, retry_after_s=LOOK_S)
@@ -197,9 +208,9 @@ class Homes:
                     continue
                 home = keeper
             elif from_node.get():
-                raise Busy("this node does not act on the key: the cluster's map changes", retry_after_s=LOOK_S)
+                raise map_changes("this node does not act on the key: the cluster's map changes", LOOK_S)
             return self.through(served, home)
-        raise Busy("the cluster's map changes: try again in a moment", retry_after_s=LOOK_S)
+        raise map_changes("the cluster's map changes: try again in a moment", LOOK_S)
 
     @contextmanager
     def acts(self, bucket: str, key: str) -> Iterator[None]:
@@ -214,6 +225,8 @@ class Homes:
     def begin(self, name: Name) -> None:
         """As `acts`; `end` follows."""
         self._acting[name] += 1
+        if self._amid is not None:
+            self._amid.add(name)
 
     def end(self, name: Name) -> None:
         self._acting[name] -= 1
@@ -295,7 +308,7 @@ class Homes:
     def others(self, bucket: Bucket, prefix: str) -> list[Callable[[str], Awaitable[Found]]]:
         """Ask each other node that may have what no backend has under a prefix. `Unavailable` for one that does not
         say."""
-        if bucket.write == "through":
+        if bucket.write == "through" or bucket.name == SLICES:
             return []
         self.check_whole(bucket)
         if from_node.get():
@@ -306,10 +319,16 @@ class Homes:
     def check_whole(self, bucket: Bucket) -> None:
         """`Unavailable` if what is here of the bucket is not what no backend has: it was taken over, or is about to be
         this node's."""
-        if bucket.is_kept_twice and self.replicas is not None:
+        if bucket.is_kept_twice and self.replicas is not None and not self._went(bucket):
             self._check_acts(bucket)
             if self.replicas.kept.waiting:
-                raise Busy("what another node had is taken over: try again in a moment", retry_after_s=LOOK_S)
+                raise map_changes("what another node had is taken over: try again in a moment", LOOK_S)
+
+    def _went(self, bucket: Bucket) -> bool:
+        """Whether this node was drained, and has nothing left that others do not list."""
+        seat, node = self._seat, self.node_id
+        has_any = self._flusher.totals(bucket.name).objects or any(each.owned_bytes for each in self._store.usage())
+        return seat.knows(node) and seat.is_gone(node) and not has_any and not self._volumes.missing(bucket.name)
 
     async def _owed(self, node: str, bucket: str, prefix: str, after: str) -> Found:
         place = self._seat.place_of(node)
@@ -319,7 +338,7 @@ class Homes:
             return await self._peers.owed(place, bucket, prefix, after)
         except ForebayError as error:
             what = f"node {node} may have what no backend has of {bucket}"
-            raise _does_not_say(what, node, error, lives=place is not None) from error
+            raise self._does_not_say(what, node, error, lives=place is not None) from error
 
     def _has(self, bucket: str, key: str) -> bool:
         """Whether this node has something of the key that nobody else has, or had it and was not asked since."""
@@ -378,8 +397,20 @@ class Homes:
                     return node
             except ForebayError as error:
                 what = f"node {node} may have what no backend has of {name[0]}/{name[1]}"
-                raise _does_not_say(what, node, error, lives=place is not None) from error
+                raise self._does_not_say(what, node, error, lives=place is not None) from error
         return ""
+
+    def _does_not_say(self, what: str, node: str, error: ForebayError, *, lives: bool) -> ForebayError:
+        """A question may be asked again whatever became of it. Who lives is not to be given up."""
+        if error.code == MAP_CHANGES or self._seat.is_gone(node):
+            return map_changes(f"{what}, and does not say now ({error.message}): try again", LOOK_S)
+        if lives:
+            return Unavailable(f"{what}, and does not say now ({error.message}): try again", retry_after_s=1.0)
+        return Unavailable(
+            f"{what}, and does not say ({error.message}): start it again; if it never will be, give it up with "
+            f"`forebay drain {node} --give-up`",
+            retry_after_s=1.0,
+        )
 
     async def claim(self, bucket: str, key: str) -> bool:
         """The key's home asks: True if this node has nothing of the key that nobody else has, and acts on it no more;
@@ -399,9 +430,9 @@ class Homes:
                 self._flush()
                 return True
             if self._clock.monotonic_s() >= until_s:
-                raise Busy(f"{bucket}/{key} is being written: try again in a moment", retry_after_s=LOOK_S)
+                raise map_changes(f"{bucket}/{key} is being written: try again in a moment", LOOK_S)
             await asyncio.sleep(LOOKED_S)
-        raise Busy("this node is the key's home by now: the cluster's map changes", retry_after_s=LOOK_S)
+        raise map_changes("this node is the key's home by now: the cluster's map changes", LOOK_S)
 
     def _let_go(self, name: Name) -> None:
         """What is here of the key counts as unconfirmed, and so will what is on its way."""
@@ -434,14 +465,24 @@ class Homes:
                 log.exception("letting go broke; it goes on")
 
     async def _let_all_go(self, agreed: Map) -> bool:
-        """One round; whether nothing is left that is at home elsewhere by this agreed."""
+        """One round; whether nothing is left that is at home elsewhere by this map, and nothing came meanwhile."""
         self._kept.clear()
         if self.replicas is not None and not self.replicas.is_settled():
             return False
-        if any(agreed.holder(*name) != self.node_id for name in self._acting):
-            return False
+        self._amid = set(self._acting)
+        try:
+            return not self._is_elsewhere(agreed) and await self._let_go_of_records(agreed)
+        finally:
+            self._amid = None
+
+    def _is_elsewhere(self, agreed: Map) -> bool:
+        """Whether something is at home elsewhere on which the node has acted since the round began."""
+        return any(agreed.holder(*name) != self.node_id for name in self._amid or () if name[0] != SLICES)
+
+    async def _let_go_of_records(self, agreed: Map) -> bool:
+        """Whether that was all. A write that begins meanwhile may be of a record that was looked at before."""
         asked = self._cold.openings.under_way.keys() | self._cold.confirmations.windows.asked()
-        buckets = [bucket.name for bucket in self._buckets.all() if bucket.write != "through"]
+        buckets = [each.name for each in self._buckets.all() if each.write != "through" and each.name != SLICES]
         for name in self._cold.flights.keys() | asked:
             if name[0] in buckets and agreed.holder(*name) != self.node_id:
                 self._let_go(name)
@@ -450,7 +491,7 @@ class Homes:
             left |= bool(self._volumes.missing(bucket)) or bool(self._store.lost_in(bucket, limit=1))
             left |= await self._owes(agreed, bucket) or await self._unconfirm(agreed, bucket)
         self._flush()
-        return not left and self._seat.agreed is agreed
+        return not left and self._seat.agreed is agreed and not self._is_elsewhere(agreed)
 
     async def _owes(self, agreed: Map, bucket: str) -> bool:
         """Whether something of the bucket is owed for others; some of it is hurried."""
@@ -478,17 +519,6 @@ class Homes:
                     self._store.unconfirm(bucket, key, MISSED)
             await asyncio.sleep(0)
         return owned
-
-
-def _does_not_say(what: str, node: str, error: ForebayError, *, lives: bool) -> Unavailable:
-    """Who lives is not to be given up."""
-    if lives:
-        return Unavailable(f"{what}, and does not say now ({error.message}): try again", retry_after_s=1.0)
-    return Unavailable(
-        f"{what}, and does not say ({error.message}): start it again; if it never will be, give it up with "
-        f"`forebay drain {node} --give-up`",
-        retry_after_s=1.0,
-    )
 
 
 def _note(names: dict[Name, None], name: Name) -> None:

@@ -20,15 +20,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 
 import msgspec
 
 from forebay.backends.seam import Body
 from forebay.core.cluster.records import Map
 from forebay.core.cluster.replication import Copy, Kept, Name
-from forebay.core.errors import Busy, Corrupt, ForebayError, Unavailable
+from forebay.core.errors import Busy, Corrupt, ForebayError, Unavailable, map_changes
 from forebay.core.machines import sent_bodies
 from forebay.core.messages.copied import (
     ClearCopy,
@@ -103,8 +104,12 @@ class KeptCopies:
         self._may_be_old = store.any_missed and bool(self.ledger.copies)
         self._old = self._superseded | {name for volume, name, _ in found if volume in store.missed}  # perhaps
         self._doubtful: set[Name] = set()
+        self._nowhere_else: set[Name] = set()  # of these
+        self._expected: set[Name] = set()  # copies of lost nodes that others are asked for
         self.is_gone: Callable[[str], bool] = lambda node: False  # whether a node was given up
+        self.was_kept_twice: Callable[[str, str], bool] = lambda node, bucket: True  # by the node that had it
         self.is_sure: Callable[[], bool] = lambda: True  # whether all is here again that was ever found gone
+        self.took_over: Callable[[Name], None] = lambda name: None  # hears of what only this node has as its own now
         self.takes_back: TakesBack
         self.sends_back: SendsBack
         self.sends_again: SendsAgain
@@ -139,7 +144,10 @@ class KeptCopies:
             if note.digest and not about.is_delete and found != note.digest:
                 raise Corrupt(f"the copy of {call.bucket}/{call.key} is not what was sent: send it again")
             async with self._writes.keeping(copies_of(call.bucket), call.key):
-                if not self.ledger.takes(self._follow(), about.held, name, copy):
+                agreed, asked = self._follow(), name in self._expected
+                if not self.ledger.takes(agreed, about.held, name, copy, asked):
+                    if asked and about.held == agreed.held:
+                        return CopiesSaid()  # it is older than what was here, and whoever asked goes on
                     raise other_map()
                 await self._writes.commits.commit(self._put(call, found))
                 self.ledger.keep(name, copy)
@@ -197,9 +205,15 @@ class KeptCopies:
         listed = {(bucket, key): version for key, version in call.listed}
         busy = {(bucket, key) for key in call.busy}
         upto = (bucket, call.upto) if call.upto else (bucket + "\0", "")
-        agreed = self._follow()
+        agreed, served = self._follow(), self._buckets.known(bucket)
+        copies = served.bucket.copies if served is not None else 1
+
+        def stays(name: Name) -> bool:
+            is_stray = self.ledger.node not in agreed.seconds(call.actor, *name, copies)
+            return call.strays_stay and is_stray and self._is_there(name)
+
         found = self.ledger.compare(
-            agreed, call.held, call.actor, call.number, listed, busy, (bucket, call.after), upto
+            agreed, call.held, call.actor, call.number, listed, busy, (bucket, call.after), upto, stays
         )
         if found is None:
             raise other_map()
@@ -213,7 +227,8 @@ class KeptCopies:
 
     def _list(self, call: ListCopies) -> CopiesSaid:
         self._goes_by(call.held)
-        self._check_sure()
+        if not call.is_lost:
+            self._check_sure()
         return CopiesSaid(kept=self.ledger.of(call.actor, call.bucket, call.after, LISTED_MAX))
 
     async def _send_back(self, call: SendBack) -> CopiesSaid:
@@ -221,11 +236,14 @@ class KeptCopies:
         self._bring_up(place, call.key)
         async with self._writes.keeping(place, call.key):
             self._goes_by(call.held)
-            self._check_sure()
+            if not call.keeper:
+                self._check_sure()
             there = self.ledger.copies.get(name)
             kept = owned.entry_at(self._store.home(place, call.key), place, call.key)
             record = self._store.lookup(place, call.key)
-            if there is None or (there.actor, there.version) != (call.actor, call.version) or not self._is_there(name):
+            if there is None or there.actor != call.actor or not self._is_there(name) or self.is_superseded(name):
+                return CopiesSaid([call.key])
+            if there.version != call.version and not call.keeper:
                 return CopiesSaid([call.key])
             assert record is not None
             if kept is None or not kept.note.copied:
@@ -234,7 +252,7 @@ class KeptCopies:
             inline = record.inline
             path = "" if inline is not None else self._store.data_path(record)
         # not under the lock: a write there may wait for this node to keep its copy, and what comes waits for the write
-        await self.sends_back(call.actor, name, about, Body(record.size_bytes, inline, path))
+        await self.sends_back(call.keeper or call.actor, name, about, Body(record.size_bytes, inline, path))
         return CopiesSaid()
 
     def _goes_by(self, held: int) -> None:
@@ -314,6 +332,30 @@ class KeptCopies:
         """What could not be taken over the last time: it is gone, or may be old."""
         return [(name, self.ledger.copies[name]) for name in sorted(self._doubtful) if name in self.ledger.copies]
 
+    def lacks(self, actor: str, name: Name, version: int) -> bool:
+        """Whether another's copy of what a lost node had is to be asked for: there is none here as late as that."""
+        there = self.ledger.copies.get(name)
+        if self._is_own(name):
+            return False
+        return there is None or there.actor != actor or there.version < version or not self._is_there(name)
+
+    def is_fine(self, name: Name) -> bool:
+        """Whether the copy is here, and not old, as far as anybody said."""
+        return name in self.ledger.copies and name not in self._old and self._is_there(name)
+
+    @contextmanager
+    def expecting(self, name: Name) -> Iterator[None]:
+        """While another node is asked for its copy of what a lost or silent node had."""
+        self._expected.add(name)
+        try:
+            yield
+        finally:
+            self._expected.discard(name)
+
+    def is_nowhere_else(self, name: Name) -> None:
+        """No other node has a copy of it, but its actor, perhaps."""
+        self._nowhere_else.add(name)
+
     async def was_old(self, name: Name, copy: Copy) -> None:
         """Its actor has nothing of the key: forget it."""
         await self._drop(name, copy)
@@ -322,7 +364,14 @@ class KeptCopies:
     def acts_anew(self, name: Name) -> bool:
         """Whether the copy of a key must be made this node's own before it acts on it."""
         agreed = self._agreed()
-        return agreed is not None and (self.ledger.acts_anew(agreed, name) or self._may_be_absent(agreed, name))
+        if agreed is None:
+            return False
+        if self.ledger.acts_anew(agreed, name) or self._may_be_absent(agreed, name):
+            return True
+        return not self.ledger.is_collected(agreed, name) and not self._is_own(name)
+
+    def _is_own(self, name: Name) -> bool:
+        return self._store.owned(*name) is not None or self._flusher.find(*name) is not None
 
     def _may_be_absent(self, agreed: Map, name: Name) -> bool:
         """Whether a copy that is to be taken over may be on a volume that is not here, and nowhere else."""
@@ -330,7 +379,7 @@ class KeptCopies:
             return False
         if self._store.owners.of_key(copies_of(name[0]), name[1]) is None:
             return False
-        return self._store.owned(*name) is None and self._flusher.find(*name) is None
+        return not self._is_own(name)
 
     def _lacks_some(self, agreed: Map) -> bool:
         """Whether what is to be taken over may be on a volume that is not here: it was not sent again since."""
@@ -341,7 +390,9 @@ class KeptCopies:
     def waiting(self) -> bool:
         """Whether some copy is this node's own by the map, and not made so yet."""
         agreed = self._agreed()
-        return agreed is not None and (bool(self.ledger.taken_over(agreed)) or self._lacks_some(agreed))
+        if agreed is None:
+            return False
+        return bool(self.ledger.taken_over(agreed)) or self._lacks_some(agreed) or self.ledger.collects(agreed)
 
     async def take_over(self, name: Name) -> None:
         """Make the copy this node's own, if it is to be. `Unavailable` if its disk does not let it."""
@@ -355,11 +406,23 @@ class KeptCopies:
             there = self.ledger.copies.get(name)
             if not self.acts_anew(name):
                 return
+            if self.ledger.collects(self._follow()):
+                raise map_changes("lost nodes may have had this: others are asked for their copies first", 0.25)
+            if there is not None and not self.was_kept_twice(there.actor, bucket):
+                await self._remove(name)  # from before the bucket was kept once: what became of it there nobody knows
+                self.ledger.forget([name])
+                return
             record = self._store.lookup(copies_of(bucket), key)
-            perhaps = name in self._old and name not in self._superseded
-            if there is not None and perhaps and self.is_gone(there.actor):
-                log.warning("%s/%s may be old, and node %s, which knew, was given up", bucket, key, there.actor)
-                self._old.discard(name)
+            if there is not None and name in self._nowhere_else and self.is_gone(there.actor):
+                self._store.check_present(copies_of(bucket), key)
+                if not self._is_there(name):
+                    log.error("%s/%s is lost: no copy is left, and node %s was given up", bucket, key, there.actor)
+                    await self._remove(name)
+                    self.ledger.forget([name])
+                    return
+                if name in self._old and name not in self._superseded:
+                    log.warning("%s/%s may be old, and node %s, which knew, was given up", bucket, key, there.actor)
+                    self._old.discard(name)
             if there is None or name in self._old or not self._is_there(name):
                 self._doubtful.add(name)
                 self._store.check_present(copies_of(bucket), key)
@@ -369,13 +432,13 @@ class KeptCopies:
                     "Start that if it does not run, or give it up (`forebay status`, `forebay drain`)",
                     retry_after_s=1.0,
                 )
-            mine = self._store.owned(bucket, key) is not None or self._flusher.find(bucket, key) is not None
             assert record is not None
-            if not mine:
+            if not self._is_own(name):
                 change = await self._own(name, record)
                 if change is not None:
                     log.info("%s/%s is taken over from node %s", bucket, key, there.actor)
                     await self._writes.commits.commit(change)
+                    self.took_over(name)
             await self._remove(name)
             self.ledger.forget([name])
 
@@ -415,10 +478,13 @@ class KeptCopies:
 
     async def take_all_over(self) -> None:
         """Make every copy this node's own that is to be."""
+        self._nowhere_else &= self._doubtful
         self._doubtful.clear()
         if (agreed := self._agreed()) is None:
             return
         self.ledger.follow(agreed)
+        if self.ledger.collects(agreed):
+            return
         mine, refused = await self._of_this_node(agreed), list[ForebayError]()
         names = iter(mine)
 

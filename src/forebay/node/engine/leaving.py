@@ -74,7 +74,7 @@ class Leaving:
         return WarmObjects(kept, count - len(kept))
 
     def _warm_in(self, units: list[Unit]) -> Iterator[Warm]:
-        named = {bucket.name for bucket in self._buckets.all() if bucket.write != "local"}
+        named = {bucket.name for bucket in self._buckets.all() if not bucket.is_of_nodes}
         before = 0
         for unit in units:
             if unit.object_id == before or unit.bucket not in named:
@@ -100,7 +100,7 @@ class Leaving:
         self._check_all_gone()
         name = f"s3://{call.bucket}/{check_key(call.key)}"
         served = await self._buckets.get(call.bucket)
-        if served.bucket.write == "local" or served.backend.read_only:
+        if served.bucket.is_of_nodes or served.backend.read_only:
             raise Invalid(f"{name} goes with the nodes or cannot be written: name an object of a bucket with a backend")
         manifest, expect = call.manifest, ""
         try:

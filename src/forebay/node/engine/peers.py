@@ -42,18 +42,20 @@ from typing import TypeVar
 import msgspec
 
 from forebay.backends import errors
-from forebay.backends.http.requests import NOTHING, Wire
+from forebay.backends.http.requests import NOTHING, Answer, Wire
 from forebay.backends.locate import locate, wire_to
 from forebay.backends.s3.writing import payload_signed
 from forebay.backends.seam import Backend, Body
-from forebay.backends.stack import open_node
+from forebay.backends.stack import open_backend, open_node
 from forebay.backends.wrap.counting import BackendCounters
 from forebay.backends.wrap.peers import Peer
 from forebay.core.access import PEER_KEY_ID
-from forebay.core.errors import ForebayError, NoBackendBucket, Unavailable
+from forebay.core.cluster.coding import SLICES
+from forebay.core.cluster.membership import LOOK_S
+from forebay.core.errors import ForebayError, NoBackendBucket, Unavailable, map_changes
 from forebay.core.limits import STRIPE_BYTES
 from forebay.core.messages.calls import Uploads, UploadsCall
-from forebay.core.messages.copied import BACK, ClearCopy, CompareCopies, Copied, CopiesAsked, CopiesSaid, on_one_line
+from forebay.core.messages.copied import BACK, ClearCopy, CompareCopies, Copied, CopiesSaid, Posted, on_one_line
 from forebay.core.types import (
     CLAIM_QUERY,
     COPY_HEADER,
@@ -75,6 +77,7 @@ log = logging.getLogger("forebay.peers")
 ResultT = TypeVar("ResultT")
 
 REST_S = 3.0
+GONE_ANSWERS_S = 5.0  # a write under way when it goes has nothing to wait for
 GONE_REST_S = 3600.0  # of one that was drained: nobody starts it again
 
 
@@ -94,6 +97,7 @@ class Peers:
         self._backends: dict[tuple[str, Home], Backend] = {}
         self._in_place: dict[tuple[str, Home], tuple[Served, Served]] = {}
         self._wires: dict[tuple[str, Home], Wire] = {}
+        self._slices: dict[tuple[str, str], Backend] = {}  # by node and address
         self._counters = BackendCounters()
         self._rests_until_s: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -179,12 +183,36 @@ class Peers:
             self._in_place[bucket.name, home] = served, known
         return known
 
+    def slices_at(self, node: str) -> Backend | None:
+        """A node, or this one, as the backend of the slices that it keeps, by no map; None if it does not live."""
+        place = self._seat.place_of(node)
+        if place is None:
+            return None
+        backend = self._slices.get((node, place.address))
+        if backend is None:
+            backend = self._slices[node, place.address] = open_node(
+                self._place(SLICES, place),
+                clock=self._clock,
+                chance=chance.system,
+                counters=self._counters,
+                node="" if node == self._node_id else self._node_id,
+                peer=node,
+                while_alive=functools.partial(self._while_alive, node),
+                once=False,
+            )
+        return backend
+
+    def as_client(self, bucket: str, address: str) -> Backend:
+        """A bucket of the cluster as any client has it, by way of the node at that address."""
+        place = Bucket(bucket, f"s3://{bucket}", 0.0, options={**self._options, "endpoint": address})
+        return open_backend(place, clock=self._clock)
+
     async def claim(self, home: Home, bucket: str, key: str) -> bool:
         """Ask a node to let go of a key; False if it has something of it that nobody else has."""
         wire = self._wire(home, bucket)
         answer = await self._while_alive(home.node, wire.run(lambda: wire.ask([(CLAIM_QUERY, "")], key=key)))
         if answer.status not in (202, 204):
-            raise errors.from_status(answer.status, answer.body.decode(errors="replace"), home.address, answer.headers)
+            raise _refused(home, answer)
         return answer.status == 204
 
     async def have(self, bucket: str) -> bool:
@@ -233,7 +261,7 @@ class Peers:
         """The keys of which a node keeps no copy of that version; what is not listed it forgets."""
         return (await self.ask_copies(home, call)).missing
 
-    async def ask_copies(self, home: Home, call: CopiesAsked) -> CopiesSaid:
+    async def ask_copies(self, home: Home, call: Posted) -> CopiesSaid:
         """What a node says of the copies that it keeps."""
         data = msgspec.json.encode(call)
         answer = await self._say(home, "POST", call.bucket, "", [(COPY_QUERY, "")], body=Body(len(data), data))
@@ -253,14 +281,14 @@ class Peers:
         told = self._wire(home, bucket).tell(method, key, query=query, headers=sent, body=body)
         answer = await self._while_alive(home.node, told)
         if answer.status not in (200, 204):
-            raise errors.from_status(answer.status, answer.body.decode(errors="replace"), home.address, answer.headers)
+            raise _refused(home, answer)
         return answer.body
 
     async def _told(self, home: Home, bucket: str, query: list[tuple[str, str]]) -> bytes:
         wire = self._wire(home, bucket)
         answer = await self._while_alive(home.node, wire.run(lambda: wire.ask(query)))
         if answer.status != 200:
-            raise errors.from_status(answer.status, answer.body.decode(errors="replace"), home.address, answer.headers)
+            raise _refused(home, answer)
         return answer.body
 
     def _wire(self, home: Home, bucket: str) -> Wire:
@@ -279,7 +307,8 @@ class Peers:
         if node not in self._seat.alive:
             if isinstance(call, Coroutine):
                 call.close()
-            raise errors.NotDone(f"node {node} is not heard of: its keys are others' in a moment", retry_after_s=1.0)
+            said = f"node {node} is not heard of: its keys are others' in a moment"
+            raise map_changes(said, LOOK_S) if self._seat.is_gone(node) else errors.NotDone(said, retry_after_s=1.0)
         waits = self._waits[node]
         try:
             async with asyncio.timeout(None) as wait:
@@ -298,9 +327,11 @@ class Peers:
             ) from error
 
     def _give_up(self, node: str) -> None:
-        """The node lives no more: nobody waits for what it has not answered."""
+        """The node lives no more: nobody waits for what it has not answered. One that was drained only said that it
+        goes: what it was asked before, it answers."""
+        answers_s = GONE_ANSWERS_S if self._seat.is_gone(node) else 0.0
         for wait in self._waits.pop(node, ()):
-            wait.reschedule(0.0)
+            wait.reschedule(asyncio.get_running_loop().time() + answers_s)
 
     def _go_by(self, epoch: int) -> None:
         if epoch != self._epoch:
@@ -317,7 +348,8 @@ class Peers:
     async def aclose(self) -> None:
         """Ask nobody any more."""
         self._drop()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        closing = (backend.aclose() for backend in self._slices.values())
+        await asyncio.gather(*self._closing, *closing, return_exceptions=True)
 
     def _drop(self) -> None:
         for backend in (*self._backends.values(), *(served.backend for _, served in self._in_place.values())):
@@ -329,3 +361,10 @@ class Peers:
         self._backends.clear()
         self._in_place.clear()
         self._wires.clear()
+
+
+def _refused(home: Home, answer: Answer) -> ForebayError:
+    """What a node's answer stands for."""
+    failed = errors.from_status(answer.status, answer.body.decode(errors="replace"), home.address, answer.headers)
+    errors.said_of_node(failed, f"node {home.node}")
+    return failed

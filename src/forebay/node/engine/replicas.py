@@ -1,7 +1,7 @@
-"""A second copy of what no backend has, on another node, before a write is acknowledged.
+"""A second copy of what no backend has, on another node, before a write is acknowledged; or more (`Bucket.copies`).
 
 Theory. `core/cluster/replication.py` decides; here is what carries it out for what this node acts on. A write of a
-bucket that is kept twice is sent to the second (`Map.second`) as a copy, committed here, and acknowledged. If the
+bucket that is kept twice is sent to the seconds (`Map.seconds`) as a copy, committed here, and acknowledged. If the
 holders changed meanwhile, whoever is second now gets it before the answer. What a backend has by now, or nobody shall
 have, is cleared there before it is forgotten here. `kept.py` is the other end.
 
@@ -20,7 +20,7 @@ one copy of what it has: nobody takes that over.
 Rejected: sending while the body arrives (one of two that broke off had to be undone); many copies in one request (each
 would wait for the slowest).
 
-Invariants. (1) What was acknowledged is on the second by the map of the acknowledgement, until it is in a backend. (2)
+Invariants. (1) What was acknowledged is on the seconds by the map of the acknowledgement, until it is in a backend. (2)
 A node that was deposed acknowledges nothing.
 """
 
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import suppress
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -39,7 +39,7 @@ from forebay.core import limits
 from forebay.core.cluster.membership import LOOK_S
 from forebay.core.cluster.records import Map
 from forebay.core.cluster.replication import Name, Sent
-from forebay.core.errors import Corrupt, ForebayError, Unavailable
+from forebay.core.errors import MAP_CHANGES, Corrupt, ForebayError, Unavailable
 from forebay.core.messages.calls import VolumeNamed
 from forebay.core.messages.copied import (
     ClearCopy,
@@ -74,7 +74,9 @@ AGAIN_S = 0.5  # between attempts to have a copy kept, or lists compared
 PATIENCE_S = 4.0  # how long a write waits for its second, besides the time that its bytes take
 BYTES_S = 4 * limits.MIB  # a link, and a disk at its end, that are slower count as silent
 TOLD_S = 2.0  # between losses that are told: each has all nodes compare, and a bad disk shows one after another
+ENDED_S = 0.02  # between looks at writes that are under way: each ends in milliseconds, and the join waits
 TURNS = 6  # of sending, while the holders change
+SENT_AT_ONCE = 4  # of the copies that a node lacks
 COMPARED_FOR_S = 3600.0  # 10^7 keys are 5,000 requests
 
 
@@ -120,11 +122,14 @@ class Replicas:
         self._seat, self._peers, self.node_id, self._clock, self.kept = seat, peers, node_id, clock, kept
         self._store, self._index, self._buckets, self._writes = store, index, buckets, writes
         self._flusher, self._volumes, self._flush, self._is_whole = flusher, volumes, flush, is_whole
-        self.sent = Sent(node_id, store.take_id)
+        self.sent = Sent(node_id, store.take_id, self._copies)
         kept.is_sure, kept.sends_again = lambda: seat.all_made_again, self._send_once_more
         kept.is_gone = lambda node: seat.is_gone(node)
+        kept.took_over = self._compare_seconds_again
+        kept.was_kept_twice = lambda node, bucket: seat.kept_twice_by(node, bucket)
         writes.commits.on_answer = self.compare_again  # what was given up may be written now
         self._silent: set[str] = set()
+        self._compared_by: dict[str, int] = {}  # how many copies of each bucket lists were compared for
         self._compared_s = clock.monotonic_s()  # when all lists were due
         self.returns = Returns(
             seat,
@@ -133,6 +138,7 @@ class Replicas:
             kept,
             peers=self._to_peers,
             home_of=self._home_of,
+            seconds=self.sent.seconds,
             came_back=self.sent.failed,
             store=store,
             buckets=buckets,
@@ -142,17 +148,22 @@ class Replicas:
         )
 
     def keeps_twice(self, bucket: str) -> bool:
-        """Whether what no backend has of the bucket is kept on two nodes."""
+        """Whether what no backend has of the bucket is kept on two nodes, or more."""
+        return self._copies(bucket) > 1
+
+    def _copies(self, bucket: str) -> int:
+        """On how many it is."""
         served = self._buckets.known(bucket)
-        return served is not None and served.bucket.is_kept_twice
+        return served.bucket.copies if served is not None and served.bucket.is_kept_twice else 1
 
     def acts(self) -> bool:
         """Whether this node may answer for keys of such buckets: nobody acts in its place yet."""
         return self._seat.acts_until_s > 0.0
 
-    def may_send(self, bucket: str) -> None:
-        """`Unavailable` if a flush of the bucket might come from a node that was taken over."""
-        if self.keeps_twice(bucket) and not self.acts():
+    def may_send(self, bucket: str, under_way: bool) -> None:
+        """`Unavailable` if a flush of the bucket might come from a node that was taken over. What is `under_way` goes
+        on while the node stands aside: that waits for it."""
+        if self.keeps_twice(bucket) and not (self._seat.is_here if under_way else self.acts()):
             raise Unavailable("this node lost its place in the cluster: what it owes waits", retry_after_s=1.0)
 
     @property
@@ -220,9 +231,7 @@ class Replicas:
 
     async def _take_back(self, name: Name) -> None:
         """What was sent is not here: the second shall have what is. If it does not hear that now, lists tell it."""
-        if (agreed := self._seat.agreed) is not None:
-            for second in self._seconds(agreed, name):
-                self.sent.failed(second)
+        self._compare_seconds_again(name)
         if self._store.owners.of_key(*name) is not None:
             return  # a disk failed: what was acknowledged was there, and what was sent is all there is now
         with suppress(ForebayError):
@@ -238,20 +247,35 @@ class Replicas:
         name = (bucket, key)
         if not self.keeps_twice(bucket):
             return
-        for _ in range(TURNS):
+        until_s = self._clock.monotonic_s() + PATIENCE_S
+        while True:
             agreed = self._agreed()
-            for second in self._seconds(agreed, name):
-                try:
-                    async with asyncio.timeout(PATIENCE_S):
-                        await self._to_peers().clear_copy(
-                            self._home_of(second), ClearCopy(bucket, key, self.node_id, self.sent.number())
-                        )
-                except (ForebayError, TimeoutError) as error:
-                    self.sent.failed(second)
+            seconds = self._seconds(agreed, name)
+            strays = self.sent.strays(agreed, self._seat.alive, name)
+            errors = await asyncio.gather(*(self._clear_at(until_s, each, name) for each in (*seconds, *strays)))
+            failed = [(second, error) for second, error in zip(seconds, errors, strict=False) if error is not None]
+            if not failed and self._agreed().held == agreed.held:
+                return  # what strays keep leaves soon in any case
+            for second in seconds if failed else ():  # some have let go of what is here still
+                self.sent.failed(second)
+            for second, error in failed:
+                # Only who goes by another map for a moment: a flush is tried again in any case, and others wait for it.
+                if getattr(error, "code", "") != MAP_CHANGES or self._clock.monotonic_s() + AGAIN_S >= until_s:
                     raise _unheard(second, error) from error
-            if self._agreed().held == agreed.held:
-                return
-        raise Unavailable("the holders change all the time: try again", retry_after_s=1.0)
+            if failed:
+                await self._seat.next_map(AGAIN_S)
+            elif self._clock.monotonic_s() >= until_s:
+                raise Unavailable("the holders change all the time: try again", retry_after_s=1.0)
+
+    async def _clear_at(self, until_s: float, node: str, name: Name) -> Exception | None:
+        """What went wrong, if anything."""
+        try:
+            async with asyncio.timeout(until_s - self._clock.monotonic_s()):
+                call = ClearCopy(*name, self.node_id, self.sent.number())
+                await self._to_peers().clear_copy(self._home_of(node), call)
+        except (ForebayError, TimeoutError) as error:
+            return error
+        return None
 
     def _is_owned(self, bucket: str, key: str) -> bool:
         here = self._store.owned(bucket, key) is not None or self._flusher.find(bucket, key) is not None
@@ -268,7 +292,7 @@ class Replicas:
         return agreed
 
     def _seconds(self, agreed: Map, name: Name) -> list[str]:
-        return agreed.seconds(self.node_id, *name) if self.node_id in agreed.holders else []
+        return self.sent.seconds(agreed, name) if self.node_id in agreed.holders else []
 
     def _home_of(self, node: str) -> Home:
         home = self._seat.place_of(node)
@@ -284,18 +308,33 @@ class Replicas:
     async def _place(self, name: Name, copy: _Copy) -> int:
         """Return when everybody keeps it who should; by which holders. `Unavailable`."""
         until_s = self._clock.monotonic_s() + PATIENCE_S + copy.body.size_bytes / BYTES_S
+        have, held = set[str](), -1  # those who keep it, by these holders
         while True:
-            agreed, second = self._agreed(), ""
-            try:
-                for second in self._seconds(agreed, name):
-                    async with asyncio.timeout(until_s - self._clock.monotonic_s()):
-                        await self._send(agreed, second, name, copy)
+            agreed = self._agreed()
+            if agreed.held != held:
+                have, held = set(), agreed.held
+            seconds = self._seconds(agreed, name)
+            lack = [second for second in seconds if second not in have]
+            sending = [self._send_until(until_s, agreed, second, name, copy) for second in lack]
+            errors = [await sending[0]] if len(sending) == 1 else await asyncio.gather(*sending)
+            failed = [(second, error) for second, error in zip(lack, errors, strict=True) if error is not None]
+            if not failed:
                 return agreed.held
-            except (ForebayError, TimeoutError) as error:
+            have |= set(lack) - {second for second, _ in failed}
+            for second in seconds:  # also who keeps it: it may be refused now, and nobody would look there again
                 self.sent.failed(second)
-                if self._clock.monotonic_s() + AGAIN_S >= until_s:
-                    raise _unheard(second, error) from error
-            await asyncio.sleep(AGAIN_S)
+            if self._clock.monotonic_s() + AGAIN_S >= until_s:
+                raise _unheard(*failed[0]) from failed[0][1]
+            await self._seat.next_map(AGAIN_S)
+
+    async def _send_until(self, until_s: float, agreed: Map, second: str, name: Name, copy: _Copy) -> Exception | None:
+        """What went wrong, if anything: whoever sends to several has to know of each."""
+        try:
+            async with asyncio.timeout(until_s - self._clock.monotonic_s()):
+                await self._send(agreed, second, name, copy)
+        except (ForebayError, TimeoutError) as error:
+            return error
+        return None
 
     async def _send(self, agreed: Map, second: str, name: Name, copy: _Copy) -> None:
         home = self._home_of(second)
@@ -335,11 +374,12 @@ class Replicas:
     # --- comparing ---------------------------------------------------------------------------------------------------
     async def tend(self) -> None:
         """Do so, for ever."""
-        said = ""
+        said, goes_on = "", False
         while True:
-            await asyncio.sleep(LOOK_S)
+            if not goes_on:
+                await self._seat.next_map(LOOK_S)
             try:
-                await self._tend_once()
+                goes_on = await self._tend_once()
                 said = ""
                 continue
             except ForebayError as error:
@@ -348,6 +388,7 @@ class Replicas:
                     log.warning("not all is kept on two nodes yet: %s", said)
             except Exception:
                 log.exception("keeping copies broke; it goes on")
+            goes_on = False
             await asyncio.sleep(AGAIN_S)
 
     async def tell_losses(self) -> None:
@@ -370,26 +411,34 @@ class Replicas:
         for node in self._seat.alive:
             self.sent.failed(node)
 
-    async def _tend_once(self) -> None:
+    async def _tend_once(self) -> bool:
+        """Whether another node keeps now what its list says, so that the next may be compared at once."""
         agreed = self._seat.agreed
         if agreed is None or not self._is_whole():
-            return
+            return False
         await self.kept.tidy()
         if self.node_id in agreed.deposed:
             if agreed.is_covered:
                 await self.returns.volumes(agreed, self._twice())
                 await self._forget_all()
-            return
+            return False
         await self._take_all_over(agreed)
         buckets = self._twice()
-        if not buckets or self.node_id not in agreed.holders or self._seat.agreed is not agreed:
-            return
+        if self.node_id not in agreed.holders or self._seat.agreed is not agreed:
+            return False
+        if not buckets:
+            if (agreed.deposed or agreed.given_up) and not self.kept.waiting:
+                self._seat.covered(agreed.due)  # others wait for that, and there is nothing to compare
+            return False
         await self.returns.objects(agreed, buckets)
         await self.returns.volumes(agreed, buckets)
         now_s = self._clock.monotonic_s()
-        if now_s >= self._compared_s + COMPARED_FOR_S:
+        if now_s >= self._compared_s + COMPARED_FOR_S or any(
+            self._compared_by.get(name, copies) != copies for name, copies in buckets.items()
+        ):
             self._compared_s = now_s
             self.compare_again()
+        self._compared_by = buckets
         others = {node: present for node, present in self._seat.alive.items() if node not in self._silent}
         node = self.sent.to_compare(agreed, others)
         self._silent = set() if node is None else {*self._silent, node}  # whoever does not answer is tried again last
@@ -398,11 +447,14 @@ class Replicas:
             self._silent.discard(node)
         if self.sent.covered(agreed, self._seat.alive) and not self.kept.waiting:
             self._seat.covered(agreed.due)
+        return node is not None and node in self._seat.alive and self.sent.is_compared(agreed, self._seat.alive, node)
 
     async def _take_all_over(self, agreed: Map) -> None:
         """What cannot be is refused, and tried again; this node's own copies do not wait for it."""
         if self.kept.waiting:
             try:
+                if self.kept.ledger.collects(agreed):
+                    await self.returns.collect(agreed)
                 await self.kept.take_all_over()
             except ForebayError as error:
                 log.warning("not all is taken over yet: %s", error.message)
@@ -426,8 +478,16 @@ class Replicas:
                 raise Unavailable(f"node {call.keeper} does not answer") from error
         return CopiesSaid()
 
-    def _twice(self) -> list[str]:
-        return [bucket.name for bucket in self._buckets.all() if bucket.is_kept_twice]
+    def _compare_seconds_again(self, name: Name) -> None:
+        """Lists that were compared before do not say what is here of the key now: its seconds may lack it, or keep what
+        is not here."""
+        if (agreed := self._seat.agreed) is not None:
+            for second in self._seconds(agreed, name):
+                self.sent.failed(second)
+
+    def _twice(self) -> dict[str, int]:
+        """The buckets of which there are copies, and how many."""
+        return {bucket.name: bucket.copies for bucket in self._buckets.all() if bucket.is_kept_twice}
 
     def is_settled(self) -> bool:
         """Whether all is this node's own that it is to take over; and of what it had when it was taken over itself,
@@ -466,9 +526,10 @@ class Replicas:
         if forgotten:
             log.warning("%d objects and deletes are forgotten: other nodes have taken them over", forgotten)
 
-    async def _compare(self, agreed: Map, node: str, buckets: list[str]) -> None:
+    async def _compare(self, agreed: Map, node: str, buckets: Iterable[str]) -> None:
         """Have a node keep what it is to keep, and no more."""
         marked, number, busy = self.sent.mark(agreed, self._seat.alive, node), self.sent.number(), self.sent.busy
+        may_leave = self.sent.may_leave(agreed, self._seat.alive, node)
         written = set[Name]()
         for bucket in buckets:
             self._flush()
@@ -481,23 +542,24 @@ class Replicas:
                 under_way = sorted(key for of, key in writing if of == bucket)
                 written |= {name for name in writing if name[0] == bucket}
                 # Asked after the list was made, with nothing in between: a volume may fail at any moment.
-                kind = CompareSome if self._volumes.missing(bucket) else CompareCopies
-                if kind is CompareSome and (agreed.covered < agreed.held or node in agreed.losers()):
+                lacks = bool(self._volumes.missing(bucket))
+                kind = CompareSome if lacks else CompareCopies
+                if lacks and (agreed.covered < agreed.held or node in agreed.losers()):
                     raise Unavailable(f"volumes are missing that may have something of {bucket}: see `forebay status`")
-                call = kind(bucket, self.node_id, number, agreed.held, keys, under_way, after, upto)
-                for key in await self._to_peers().compare_copies(self._home_of(node), call):
-                    await self._send_again(agreed, node, (bucket, key))
+                call = kind(bucket, self.node_id, number, agreed.held, keys, under_way, after, upto, not may_leave)
+                missing = await self._to_peers().compare_copies(self._home_of(node), call)
+                await self._send_all(agreed, node, [(bucket, key) for key in missing])
                 after = upto
         while not self.sent.have_ended(busy):
             if self._agreed().held != agreed.held:
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(ENDED_S)
         for bucket, key in sorted(written):
             if (version := self._version(bucket, key)) is not None:
                 call = CompareSome(bucket, self.node_id, number, agreed.held, [(key, version)])
                 if await self._to_peers().compare_copies(self._home_of(node), call):
                     await self._send_again(agreed, node, (bucket, key))
-        self.sent.compared(node, marked)
+        self.sent.compared(node, marked, may_leave)
 
     def _version(self, bucket: str, key: str) -> int | None:
         """Which version this node has that no backend has; a deletion is one."""
@@ -520,6 +582,22 @@ class Replicas:
         upto = seen[-1][0] if len(seen) == LISTED_MAX else ""
         lost = {each.key: each.note.seq for each in self._store.lost_in(bucket, "", after)}
         return [*owed, *((key, seq) for key, seq in lost.items() if not upto or key <= upto)], upto
+
+    async def _send_all(self, agreed: Map, node: str, names: list[Name]) -> None:
+        """Send these, some at a time: each waits for the other's disk, and one alone would leave the link idle."""
+        todo = iter(names)
+
+        async def send_some() -> None:
+            for name in todo:
+                await self._send_again(agreed, node, name)
+
+        sending = [asyncio.ensure_future(send_some()) for _ in range(min(SENT_AT_ONCE, len(names)))]
+        try:
+            await asyncio.gather(*sending)
+        finally:
+            for task in sending:
+                task.cancel()
+            await asyncio.gather(*sending, return_exceptions=True)
 
     async def _send_again(self, agreed: Map, node: str, name: Name) -> None:
         async with self._writes.lock(*name):

@@ -29,14 +29,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Protocol
 
 import msgspec
 
 from forebay.backends.seam import Body
+from forebay.core.cluster.coding import SLICES
 from forebay.core.cluster.records import Map
-from forebay.core.cluster.replication import Name
+from forebay.core.cluster.replication import Copy, Name
 from forebay.core.errors import Corrupt, ForebayError, ObjectLost, Unavailable
 from forebay.core.messages.calls import VolumeNamed
 from forebay.core.messages.copied import (
@@ -62,9 +64,11 @@ from forebay.ports.clock import Clock
 
 log = logging.getLogger("forebay.replicas")
 
+Keepers = list[tuple[int, str]]  # versions of an object, and the nodes that say that they keep them
 AT_ONCE = 4  # objects on their way back: more would take the link from clients
 AGAIN_S = 60.0  # between attempts to get one object back: it may be large, and the disk full
 LOOKED_AT = 500  # keys between two turns of the loop: 6 ms
+DOUBTFUL_AGAIN_S = 5.0  # and to have others say what they keep of a silent node's
 VOLUME_AGAIN_S = 10.0  # and a volume: what came back is not fetched again
 
 
@@ -86,7 +90,8 @@ class Volumes(Protocol):
 
 class Returns:
     """See the module's header. `peers` are the other nodes, or it raises `Unavailable`; `home_of` says where one is;
-    `came_back` hears that a node keeps what is no more the version here."""
+    `seconds` who keeps what this node has of a key; `came_back` hears that a node keeps what is no more the version
+    here."""
 
     def __init__(
         self,
@@ -97,6 +102,7 @@ class Returns:
         *,
         peers: Callable[[], ToPeers],
         home_of: Callable[[str], Home],
+        seconds: Callable[[Map, Name], list[str]],
         came_back: Callable[[str], None],
         store: Store,
         buckets: Buckets,
@@ -105,19 +111,21 @@ class Returns:
         lost_after_s: float,
     ) -> None:
         self._seat, self._node_id, self._clock = seat, node_id, clock
-        self._peers, self._home_of, self._came_back = peers, home_of, came_back
+        self._peers, self._home_of, self._seconds, self._came_back = peers, home_of, seconds, came_back
         self._store, self._buckets, self._writes, self._volumes = store, buckets, writes, volumes
         self._kept = kept
         self._lost_after_s = lost_after_s
         self._awaited: set[tuple[Name, int]] = set()  # what a node was asked for, and has not answered
         self._asked: dict[tuple[Name, int], float] = {}  # when an object may be asked for again
+        self._doubtful_s: dict[Name, float] = {}  # when others may be asked again what they have in its place
         self._back: dict[str, int] = {}  # how much of a missing volume came back
+        self.slices_are_elsewhere: Callable[[], bool] = lambda: False  # those of missing volumes (`slices.py`)
         self._due_s: dict[str, float] = {}  # when a missing volume's objects are to come back
         kept.takes_back, kept.sends_back = self._take, self._send
 
     # --- at the other end --------------------------------------------------------------------------------------------
-    async def _send(self, actor: str, name: Name, about: Copied, body: Body) -> None:
-        await self._peers().keep_copy(self._home_of(actor), *name, about, body, back=True)
+    async def _send(self, node: str, name: Name, about: Copied, body: Body) -> None:
+        await self._peers().keep_copy(self._home_of(node), *name, about, body, back=node == about.actor)
 
     # --- here --------------------------------------------------------------------------------------------------------
     async def _take(self, call: KeepCopy) -> CopiesSaid:
@@ -165,27 +173,67 @@ class Returns:
         return not here or self._store.owners.home(*name) == owner.volume_id
 
     # --- asking for it -----------------------------------------------------------------------------------------------
-    async def objects(self, agreed: Map, buckets: list[str]) -> None:
+    async def objects(self, agreed: Map, buckets: Iterable[str]) -> None:
         """Get back single objects of these buckets. What goes wrong with that is logged, and tried again."""
         for name, version in self._lost_objects(buckets):
-            second = agreed.second(self._node_id, *name)
             now_s = self._clock.monotonic_s()
-            if second is None or self._asked.get((name, version), 0.0) > now_s:
+            if self._asked.get((name, version), 0.0) > now_s:
                 continue
             self._asked[name, version] = now_s + AGAIN_S
-            if await self._came(agreed, name, version, second):
-                log.warning("%s/%s was lost here, and came back from node %s", *name, second)
-            elif self._seat.agreed is not agreed or second not in self._seat.alive:
-                return
+            for second in self._seconds(agreed, name):
+                if await self._came(agreed, name, version, second):
+                    log.warning("%s/%s was lost here, and came back from node %s", *name, second)
+                    break
+                if self._seat.agreed is not agreed or second not in self._seat.alive:
+                    return
+
+    async def collect(self, agreed: Map) -> None:
+        """Have other nodes send what they keep of nodes that were given up and this one is the home of now, where it
+        has no copy itself, or an older one. `Unavailable` while one does not say what it keeps."""
+        buckets = [bucket.name for bucket in self._buckets.all() if bucket.write != "through"]
+        came = 0
+        for actor in agreed.bequeaths:
+            for bucket in buckets:
+                kept = defaultdict[Name, Keepers](list)
+                for node in sorted(agreed.holders.keys() - {self._node_id}):
+                    for number, (key, version) in enumerate(await self._listed(agreed, node, bucket, actor)):
+                        if number % LOOKED_AT == 0:
+                            await asyncio.sleep(0)
+                        if agreed.holder(bucket, key) == self._node_id:
+                            kept[bucket, key].append((version, node))
+                todo = iter(kept.items())
+
+                async def get_some(actor: str = actor, todo: Iterator[tuple[Name, Keepers]] = todo) -> int:
+                    return sum([await self._collect(agreed, actor, name, keepers) for name, keepers in todo])
+
+                came += sum(await asyncio.gather(*(get_some() for _ in range(AT_ONCE))))
+        if self._seat.agreed is agreed:
+            self._kept.ledger.collected(agreed)
+            log.warning("%d copies of what lost nodes had came from others", came)
+
+    async def _collect(self, agreed: Map, actor: str, name: Name, keepers: Keepers) -> bool:
+        """Whether a copy came: the latest of those that are there still, if it is later than what is here."""
+        call = SendBack(*name, actor, agreed.held, 0, self._node_id)
+        for version, node in sorted(keepers, reverse=True):
+            if not self._kept.lacks(actor, name, version):
+                return False
+            with self._kept.expecting(name):
+                if not (await self._peers().ask_copies(self._home_of(node), call)).missing:
+                    return True
+        return False
 
     async def copies(self, agreed: Map) -> None:
         """Have nodes that were deposed, and live, send once more what cannot be taken over: it is gone, or may be old.
-        What goes wrong with that is logged, and tried again."""
-        silent = set[str]()
-        for name, copy in self._kept.doubtful():
+        Where they do not live, others may have a copy, too. What goes wrong with that is logged, and tried again."""
+        silent, doubtful = set[str](), self._kept.doubtful()
+        self._doubtful_s = {name: self._doubtful_s[name] for name, _ in doubtful if name in self._doubtful_s}
+        for name, copy in doubtful:
             if self._kept.is_superseded(name):
                 await self._kept.was_old(name, copy)
-            if self._kept.is_superseded(name) or copy.actor not in self._seat.alive or copy.actor in silent:
+            if self._kept.is_superseded(name) or copy.actor in silent:
+                continue
+            if copy.actor not in self._seat.alive:
+                await self._from_others(agreed, name, copy)
                 continue
             call = SendAgain(*name, self._node_id, agreed.held)
             try:
@@ -196,7 +244,30 @@ class Returns:
                 if not isinstance(error, Corrupt | ObjectLost):
                     silent.add(copy.actor)
 
-    async def volumes(self, agreed: Map, buckets: list[str]) -> None:
+    async def _from_others(self, agreed: Map, name: Name, copy: Copy) -> None:
+        """A copy of what a silent node had, from one who keeps it, too. What is older than the copy here is refused
+        here."""
+        now_s = self._clock.monotonic_s()
+        if self._doubtful_s.get(name, 0.0) > now_s:
+            return
+        self._doubtful_s[name] = now_s + DOUBTFUL_AGAIN_S
+        has_none = list[str]()
+        others = sorted(agreed.holders.keys() - {self._node_id})
+        for node in others:
+            call = SendBack(*name, copy.actor, agreed.held, copy.version, self._node_id)
+            try:
+                with self._kept.expecting(name):
+                    if (await self._peers().ask_copies(self._home_of(node), call)).missing:
+                        has_none.append(node)
+                if self._kept.is_fine(name):
+                    log.warning("%s/%s is as node %s keeps it", *name, node)
+                    return
+            except ForebayError as error:
+                log.warning("%s/%s does not come from node %s: %s", *name, node, error.message)
+        if has_none == others:
+            self._kept.is_nowhere_else(name)
+
+    async def volumes(self, agreed: Map, buckets: Iterable[str]) -> None:
         """Do without volumes that have been missing for long, once all that they owed in these buckets is back. If this
         node was deposed, it is with others. What goes wrong with that is logged, and tried again."""
         for known in self._lost_volumes(agreed, buckets):
@@ -206,7 +277,7 @@ class Returns:
                 self._due_s[known.volume_id] = self._clock.monotonic_s() + VOLUME_AGAIN_S
                 log.warning("what volume %s owed does not come back yet: %s", known.volume_id, error.message)
 
-    def _lost_objects(self, buckets: list[str]) -> list[tuple[Name, int]]:
+    def _lost_objects(self, buckets: Iterable[str]) -> list[tuple[Name, int]]:
         found: list[tuple[Name, int]] = []
         for bucket in buckets:
             found += [((bucket, lost.key), lost.note.seq) for lost in self._store.lost_in(bucket, limit=LISTED_MAX)]
@@ -217,12 +288,12 @@ class Returns:
         self._asked = {asked: self._asked[asked] for asked in found if asked in self._asked}
         return found
 
-    def _lost_volumes(self, agreed: Map, buckets: list[str]) -> list[KnownVolume]:
+    def _lost_volumes(self, agreed: Map, buckets: Iterable[str]) -> list[KnownVolume]:
         """The missing volumes that are to be done without by now."""
         if not self._lost_after_s:
             return []
         now_s = self._clock.monotonic_s()
-        twice = {*buckets, *map(copies_of, buckets)}
+        twice = {*buckets, *map(copies_of, buckets), SLICES}
         missing = {each.volume_id: each for bucket in sorted(twice) for each in self._store.owners.of_bucket(bucket)}
         self._due_s = {each: self._due_s.get(each, now_s + self._lost_after_s) for each in missing}
         return [
@@ -232,6 +303,7 @@ class Returns:
             and self._all_is_elsewhere(agreed)
             and each.path not in self._store.roomless  # it is opened when there is room
             and twice.issuperset((*each.buckets, *each.astray))
+            and (not each.owes_in(SLICES) or self.slices_are_elsewhere())
         ]
 
     async def give_up(self, named: VolumeNamed) -> VolumeState:
@@ -290,8 +362,8 @@ class Returns:
         return is_all
 
     async def _wanted(self, agreed: Map, bucket: str, force: bool) -> tuple[list[tuple[str, int, str]], int]:
-        """Keys that are to come back, their versions, and from which node; and how many nodes did not say. While
-        lists are not compared, a former second may keep what was deleted since: then only the second counts."""
+        """Keys that are to come back, their versions, and from which node; and how many nodes did not say. A former
+        second may keep what was deleted since, until nothing of it is needed: only the seconds count."""
         newest: dict[str, tuple[int, str]] = {}
         unasked = 0
         for node in sorted(agreed.holders.keys() - {self._node_id}):
@@ -303,14 +375,16 @@ class Returns:
                 unasked += 1
                 log.warning("what node %s keeps of %s does not come back: %s", node, bucket, error.message)
                 continue
-            for key, version in listed:
-                newest[key] = max(newest.get(key, (0, "")), (version, node))
+            for number, (key, version) in enumerate(listed):
+                if number % LOOKED_AT == 0:
+                    await asyncio.sleep(0)
+                if node in self._seconds(agreed, (bucket, key)):
+                    newest[key] = max(newest.get(key, (0, "")), (version, node))
         wanted = []
         for number, (key, (version, node)) in enumerate(sorted(newest.items())):
             if number % LOOKED_AT == 0:
                 await asyncio.sleep(0)
-            counts = self._all_is_elsewhere(agreed) or agreed.second(self._node_id, bucket, key) == node
-            if counts and self._lacks((bucket, key), version):
+            if self._lacks((bucket, key), version):
                 wanted.append((key, version, node))
         return wanted, unasked
 
@@ -321,14 +395,15 @@ class Returns:
             log.warning("%s/%s does not come back from node %s: %s", *name, node, error.message)
             return False
 
-    async def _listed(self, agreed: Map, node: str, bucket: str) -> list[tuple[str, int]]:
+    async def _listed(self, agreed: Map, node: str, bucket: str, lost: str = "") -> list[tuple[str, int]]:
+        """What a node keeps of this one's, or of one that is lost."""
         found: list[tuple[str, int]] = []
-        while page := await self._page(agreed, node, bucket, found[-1][0] if found else ""):
+        while page := await self._page(agreed, node, bucket, found[-1][0] if found else "", lost):
             found += page
         return found
 
-    async def _page(self, agreed: Map, node: str, bucket: str, after: str) -> list[tuple[str, int]]:
-        call = ListCopies(bucket, self._node_id, agreed.held, after)
+    async def _page(self, agreed: Map, node: str, bucket: str, after: str, lost: str) -> list[tuple[str, int]]:
+        call = ListCopies(bucket, lost or self._node_id, agreed.held, after, bool(lost))
         return (await self._peers().ask_copies(self._home_of(node), call)).kept
 
     async def _get(self, agreed: Map, name: Name, version: int, node: str) -> bool:

@@ -2,8 +2,8 @@
 
 Theory. What is decided is decided by `core/cluster/membership.py`. Here is what carries it out: a watch that tells the
 machine what is agreed, a lease, transactions, and a look every LOOK_S. No request waits for any of it. Whoever is about
-to acknowledge something that only this node will have asks `member`, before and after: it answers from memory and a
-clock.
+to acknowledge something that only this node will have asks `member` before, and `lost` after: they answer from memory
+and a clock.
 
 *Which cluster.* Whoever comes first draws the cluster's id. A node remembers name and id in its directory. So a node
 that is pointed at another cluster by a slip is told, and stays out; one whose etcd was emptied brings the id back.
@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from forebay.core.cluster.coding import SLICES
 from forebay.core.cluster.lease import FENCED_SHARE
 from forebay.core.cluster.membership import (
     LOOK_S,
@@ -53,6 +54,7 @@ from forebay.core.cluster.membership import (
 from forebay.core.cluster.next_map import hands_over
 from forebay.core.cluster.records import (
     ID,
+    MAP,
     NODES,
     PREFIX,
     PROTOCOL,
@@ -63,7 +65,16 @@ from forebay.core.cluster.records import (
     Presence,
     wanted_record,
 )
-from forebay.core.errors import Exists, ForebayError, Invalid, NotFound, Precondition, Unavailable
+from forebay.core.errors import (
+    Busy,
+    Exists,
+    ForebayError,
+    Invalid,
+    NotFound,
+    Precondition,
+    Unavailable,
+    map_changes,
+)
 from forebay.core.messages.node_state import ClusterNode, ClusterState, MapNode, NodeMap, Wish
 from forebay.core.metrics import series
 from forebay.core.types import Bucket
@@ -159,6 +170,7 @@ class Seat:
         self._known_as = ""
         self._earlier: deque[tuple[float, Map]] = deque(maxlen=EARLIER_MAX)  # maps with other owners; until when
         self._was_in = bool(known.lease)  # a process of this directory was of the cluster before
+        self._turned = asyncio.Event()  # of the map that is known: another is
         self._heard = asyncio.Event()  # what the cluster wants of this node is known
         self._outlived_s = 0.0  # Unix time; others may have gone on without what was acknowledged here before
         self.away = ""  # why clients should go to another node; "" if they need not
@@ -179,16 +191,34 @@ class Seat:
 
     # --- what others ask ---------------------------------------------------------------------------------------------
     def member(self) -> int:
-        """The lease under which the node may acknowledge what only it has, the same as long as it may. `Unavailable`
-        if it may not."""
+        """The lease under which the node may begin what it acknowledges though only it has it. `Unavailable` if it may
+        not."""
         lease = 0 if self._closed or self._wrong else self._machine.member(self._clock.monotonic_s())
         if not lease:
             why = self.away or self.trouble or "it is not registered yet"
-            raise Unavailable(
-                f"this node may not acknowledge writes that its backend does not have ({why}): write at another node",
-                retry_after_s=LOOK_S,
-            )
+            said = f"this node may not acknowledge writes that its backend does not have ({why}): write at another node"
+            own = self._machine.nodes.get(self._machine.node)
+            leaves = self.is_here and own is not None and own.wanted in ("active", "draining")
+            raise map_changes(said, LOOK_S) if leaves else Unavailable(said, retry_after_s=LOOK_S)
         return lease
+
+    def lost(self, lease: int) -> str:
+        """Why the node may not acknowledge what it began under this lease; "" if it may."""
+        now_s = self._clock.monotonic_s()
+        if not self._closed and not self._wrong and self._machine.remains(now_s) == lease:
+            return ""
+        return self.away or self.trouble or "this node lost its place in the cluster for a while"
+
+    async def next_map(self, timeout_s: float) -> None:
+        """Return when another map is known, or after so long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._turned.wait()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process lives by the cluster's word: what it may not do then, others do or will in a moment."""
+        return not self._closed and not self._wrong and self._machine.is_present(self._clock.monotonic_s())
 
     @property
     def acts_until_s(self) -> float:
@@ -261,9 +291,15 @@ class Seat:
         return node in self._machine.nodes
 
     def is_gone(self, node: str) -> bool:
-        """Whether a node has nothing that is only there: it was drained, or given up."""
+        """Whether a node has nothing that is only there: it was drained, or given up. Not before the map says who has
+        its keys: until then nobody takes over what others keep of it."""
+        record, agreed = self._machine.nodes.get(node), self.agreed
+        return (record is None or record.wanted == "gone") and (agreed is None or node not in agreed.holders)
+
+    def kept_twice_by(self, node: str, bucket: str) -> bool:
+        """Whether a node had others keep copies of a bucket, as far as it said last: it used it in no other way."""
         record = self._machine.nodes.get(node)
-        return record is None or record.wanted == "gone"
+        return record is None or record.buckets.get(bucket, TWICE).endswith(TWICE)
 
     def released(self, epoch: int) -> None:
         """By the map of this epoch the node has nothing that is at home elsewhere."""
@@ -288,9 +324,15 @@ class Seat:
         """The processes that live, by node."""
         return self._machine.alive
 
+    @property
+    def records(self) -> dict[str, NodeRecord]:
+        """What is known of all nodes."""
+        return self._machine.nodes
+
     def keeps(self, buckets: list[Bucket]) -> None:
         """These are the node's buckets from now on."""
-        self._machine.keeps({bucket.name: kept_how(bucket) for bucket in buckets if bucket.write != "through"})
+        told = [bucket for bucket in buckets if bucket.write != "through" and bucket.name != SLICES]
+        self._machine.keeps({bucket.name: kept_how(bucket) for bucket in told})
         self._step(Due())
 
     async def told_of(self, bucket: Bucket) -> None:
@@ -419,14 +461,32 @@ class Seat:
         if word in ("gone", "forgotten") and node in self._machine.alive:
             raise Exists(f"node {node} lives: drain it, so that nothing is lost")
         as_it_is = self._node(node)
-        if word == "forgotten":
-            if record.wanted != "gone":
-                raise Exists(f"node {node} may come back with what only it has: drain it, or give it up, first")
-            await self._meta.delete(entry.key, revision=entry.revision)
-        elif word != record.wanted:
-            await self._meta.put(entry.key, wanted_record(entry.value, word), revision=entry.revision)
+        if word == "forgotten" and record.wanted != "gone":
+            raise Exists(f"node {node} may come back with what only it has: drain it, or give it up, first")
+        if word != record.wanted:
+            when = {entry.key: entry.revision}
+            if record.wanted == "gone":
+                when |= await self._check_heirs(node, word)
+            value = None if word == "forgotten" else wanted_record(entry.value, word)
+            await self._meta.transact({entry.key: value}, when=when)
         log.info("node %s is wanted %s", node, word)
         return msgspec.structs.replace(as_it_is, wanted=word)
+
+    async def _check_heirs(self, node: str, word: Wish) -> dict[str, int]:
+        """Refuse what does not go with a node that was given up; on which map that rests."""
+        entry = await self._meta.get(MAP)
+        if entry is None:
+            return {}
+        known = msgspec.json.decode(entry.value, type=Map)
+        if word == "forgotten":
+            if node in known.holders or (known.is_taking_over and node in known.replaced):
+                raise Busy(f"others still take over what node {node} had: try again in a while", retry_after_s=LOOK_S)
+        elif node in known.given_up:
+            raise Exists(
+                f"others have taken over what node {node} had, and it would be a second history: start it with an "
+                f"empty directory, under a new id, and forget this one (`forebay drain {node} --forget`)"
+            )
+        return {MAP: entry.revision}
 
     def _node(self, node: str) -> ClusterNode:
         machine = self._machine
@@ -580,7 +640,7 @@ class Seat:
             for effect in machine.step(self._clock.monotonic_s(), events.pop(0)):
                 match effect:
                     case Settle(epoch):
-                        events.append(Settled(epoch))  # what asks `member` asks again at its end, and nothing else acts
+                        events.append(Settled(epoch))  # a new home asks the former ones, who wait for what is under way
                     case StandAside(turn):
                         self._spawn(self._stand_aside(turn))
                     case Write() if self._wrong:
@@ -598,6 +658,8 @@ class Seat:
         was = (0, False) if before is None else (before.epoch, before.active)
         if machine.map is not None and (machine.map.epoch, machine.map.active) != was:
             word = "active" if machine.map.active else "preparing"
+            self._turned.set()
+            self._turned = asyncio.Event()
             log.info("map %d is %s: %s", machine.map.epoch, word, ", ".join(machine.map.owners) or "nobody")
         self._tell()
 

@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+from forebay.core.cluster.coding import SLICES
 from forebay.core.errors import NotFound
 from forebay.core.messages.calls import VolumeNamed
 from forebay.core.messages.copied import whose_copies
@@ -119,8 +120,9 @@ class Volumes:
         given = await self._known.give_up(named.name, self._store)
         for bucket, key in lost:
             self._flusher.forget(bucket, key)
-        # What is kept for other nodes is theirs: they have it, and send it again.
-        lost_buckets = [each for each in _buckets(given) if each not in elsewhere and not whose_copies(each)]
+        # What is kept for other nodes is theirs: they have it, and send it again. So it is with slices.
+        of_others = [each for each in _buckets(given) if each == SLICES or whose_copies(each)]
+        lost_buckets = [each for each in _buckets(given) if each not in elsewhere and each not in of_others]
         log.warning(
             "volume %s at %s was given up: it owed %d objects with %d bytes of %s; %d objects and deletes came back; "
             "lost is what only it had of %s",

@@ -194,8 +194,8 @@ class _Keeping:
     def leaves(self, seq: int, left: bool = True) -> bool:
         return self._flusher.leaves(self._bucket, self._key, seq, left)
 
-    def may_send(self) -> None:
-        self._flusher.may_send(self._bucket)
+    def may_send(self, under_way: bool = False) -> None:
+        self._flusher.may_send(self._bucket, under_way)
 
 
 class Flusher:
@@ -224,7 +224,7 @@ class Flusher:
     ) -> None:
         self.is_second: Callable[[float], Coroutine[Any, Any, bool]] | None = None  # see `Seat.is_second`
         self.clear: Callable[[str, str], Coroutine[Any, Any, None]] | None = None  # what others keep of a key, first
-        self.may_send: Callable[[str], None] = lambda bucket: None  # raises if another node may act in this one's place
+        self.may_send: Callable[[str, bool], None] = lambda bucket, under_way: None  # see `Replicas.may_send`
         self._store, self._buckets, self._clock, self._chance, self._workers = store, buckets, clock, chance, workers
         self._lock, self._commit, self._flush_soon, self._cleaned = lock, commit, flush_soon, cleaned
         self._node_id, self._capacity_bytes, self._found_bad = node_id, capacity_bytes, found_bad
@@ -286,7 +286,7 @@ class Flusher:
         if debt is None or debt.note.seq != seq:
             raise Superseded
         if left:
-            self.may_send(bucket)
+            self.may_send(bucket, False)
         before, debt.left = debt.left, left
         return before
 
@@ -497,7 +497,7 @@ class Flusher:
             if flight.unwanted:
                 raise Superseded
             check_flushes(self._store.volume_at(name, key), f"{name}/{key}")
-            self.may_send(name)
+            self.may_send(name, False)
             destination = Destination(
                 served.bucket,
                 served.backend,

@@ -8,7 +8,8 @@ truth. The note says which upload was begun, so that after a restart no part is 
 later write makes an upload useless, the later note lists it as stale, and it is aborted first.
 
 While the bytes of a single put or a completion are on their way, nobody can know whether the backend has them. The
-errand must not be cancelled then (`is_cancellable`): a put that arrives after its successor would be a lost write.
+errand must not be cancelled then (`is_cancellable`): a put that arrives after its successor would be a lost write. A
+node that lost its lease ends such requests all the same, before others act in its place.
 
 Invariants. (1) No part is sent to an upload whose id is not noted durably. (2) Before a body or a delete may leave, the
 keeper of the note knows of it, and it is still what the key owes.
@@ -29,13 +30,14 @@ import msgspec
 from forebay.backends.lost_answers import says_no
 from forebay.backends.seam import Backend, Body
 from forebay.core import limits
+from forebay.core.cluster.coding import ETAG_HEADER, TIME_HEADER
 from forebay.core.errors import Corrupt, ForebayError, NotSupported, Unavailable
 from forebay.core.machines import sent_bodies
 from forebay.core.machines.delivery import Delivery, Terms, drop
 from forebay.core.machines.delivery_events import Delivered, Upload, Yielded
 from forebay.core.machines.sent_bodies import Ours
 from forebay.core.record import Record, blocks_in
-from forebay.core.types import Bucket
+from forebay.core.types import Bucket, Headers
 from forebay.node.engine.delivery import Carrier, Superseded, run_to_the_end, stored
 from forebay.node.store.disk.notes import BlockDigest, Note, digest_of
 
@@ -43,6 +45,7 @@ log = logging.getLogger("forebay.flush")
 ResultT = TypeVar("ResultT")
 
 TOLD_MAX = 8
+CUT_OFF_S = 0.25  # between looks whether a request may go on: others act half a lease after it may not
 
 
 class Books(Protocol):
@@ -72,8 +75,8 @@ class Keeping(Protocol):
         one may have left before. `Superseded` if the key owes something else now."""
         ...
 
-    def may_send(self) -> None:
-        """`Unavailable` if another node may act in this one's place."""
+    def may_send(self, under_way: bool = False) -> None:
+        """`Unavailable` if another node may act in this one's place, or soon, for what is `under_way`."""
         ...
 
 
@@ -146,8 +149,15 @@ class Errand:
         note = self.note
         upload = Upload(note.upload_key or self._key, note.upload_id, note.part_bytes) if note.upload_id else None
         delivery = Delivery(self._terms(), upload, self._stale())
-        self._carrier = Carrier(self._backend, delivery, self, headers=note.headers, tags=note.tags)
+        self._carrier = Carrier(self._backend, delivery, self, headers=(*note.headers, *self._told()), tags=note.tags)
         return self._carrier
+
+    def _told(self) -> Headers:
+        """What a backend that is ours is told: the ETag and the time that clients were told."""
+        record = self._destination.books.lookup(self._destination.bucket.name, self._key)
+        if self._backend.scheme != "coded" or record is None or record.object_id != self.note.object_id:
+            return ()
+        return ((ETAG_HEADER, record.etag), (TIME_HEADER, repr(record.modified_s)))
 
     def _terms(self) -> Terms:
         note, destination = self.note, self._destination
@@ -187,11 +197,11 @@ class Errand:
         try:
             if key != self._key or self._left:
                 self._keeping.may_send()
-                return await act()
+                return await self._unless_cut_off(act())
             self.is_repeated = self._keeping.leaves(self.note.seq)
             self._left = True
             try:
-                return await act()
+                return await self._unless_cut_off(act())
             except ForebayError as error:
                 if says_no(error):
                     self._left = self.is_repeated
@@ -200,6 +210,18 @@ class Errand:
                 raise
         finally:
             self.is_cancellable = True
+
+    async def _unless_cut_off(self, request: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """What the request gives. It is cut off when others may soon act in this node's place: what lies in its socket
+        then would reach the backend after what they flush, and a create is not held off by a delete."""
+        running = asyncio.ensure_future(request)
+        try:
+            while not (await asyncio.wait({running}, timeout=CUT_OFF_S))[0]:
+                self._keeping.may_send(under_way=True)
+            return running.result()
+        finally:
+            if running.cancel():
+                await asyncio.wait({running})
 
     async def keep(self, upload: Upload | None) -> None:
         if upload is None:

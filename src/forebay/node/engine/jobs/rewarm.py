@@ -12,10 +12,11 @@ Invariant. Work is shared by one map, that of when the plan begins.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
-from forebay.core.errors import Invalid, NotFound
+from forebay.core.errors import Invalid, NotFound, Unavailable
 from forebay.core.formats.manifest import Span, Warm, joined
 from forebay.core.limits import STRIPE_BYTES
 from forebay.core.messages.calls import JobCall
@@ -28,10 +29,32 @@ from forebay.node.engine.jobs.runner import JobUnit, Moved
 from forebay.node.engine.leaving import read_manifest
 from forebay.node.engine.read.cold import ColdReads
 from forebay.node.engine.read.one_read import Ask
+from forebay.node.engine.seat import Seat
 
 log = logging.getLogger("forebay.jobs")
 
+MAP_LOOKS, MAP_S = 300, 60.0  # for the cluster's map
 IsHome = Callable[[Bucket, str, int], bool]  # whether a stripe of a key is at home at this node
+
+
+async def is_home_by(seat: Seat | None, node_id: str) -> IsHome:
+    """Which node brings in what. `Unavailable` if this one does not learn the cluster's map in time."""
+    if seat is None:
+        return lambda bucket, key, stripe: True
+    for _ in range(MAP_LOOKS):
+        agreed = seat.agreed
+        if agreed is not None and agreed.active and agreed.owners:
+            break
+        await asyncio.sleep(MAP_S / MAP_LOOKS)
+    else:
+        raise Unavailable(f"this node does not know the cluster's map ({seat.trouble or 'not yet'}): try again")
+
+    def is_home(bucket: Bucket, key: str, stripe: int) -> bool:
+        back = bucket.write != "through"
+        home = agreed.holder(bucket.name, key) if back else agreed.home(bucket.name, key, stripe)
+        return home == node_id
+
+    return is_home
 
 
 def share_of(bucket: Bucket, key: str, spans: Iterable[Span], is_home: IsHome) -> tuple[Span, ...]:

@@ -33,6 +33,7 @@ from forebay.core.ranges import ReadAhead, Run, end_of_stripe
 from forebay.core.record import Record, State, cached_bytes, info_of, is_pinned, is_version, make_record, present_blocks
 from forebay.core.types import ListPage, ObjectInfo, RangeSpec
 from forebay.core.versions import versions_of
+from forebay.node.engine.asking import Patience
 from forebay.node.engine.buckets import Buckets, Served
 from forebay.node.engine.counts import Tally
 from forebay.node.engine.read.bad_blocks import Suspicions
@@ -143,17 +144,19 @@ class ColdReads:
     # --- a read ------------------------------------------------------------------------------------------------------
     def open(self, ask: Ask, out: Out) -> Read:
         """Begin a read; its answers come later, from the loop."""
-        read = Read(self, ask, out)
+        read = Read(self, ask, out, self._buckets.patience)
         self.reads += 1
         self.start(read)
         return read
 
-    def start(self, read: Read) -> None:
-        """Find an answer for `read`."""
-        read.task = asyncio.create_task(self._serve(read))
+    def start(self, read: Read, patience: Patience | None = None) -> None:
+        """Find an answer for `read`, after a pause of `patience`."""
+        read.task = asyncio.create_task(self._serve(read, patience), context=read.context)
 
-    async def _serve(self, read: Read) -> None:
+    async def _serve(self, read: Read, patience: Patience | None) -> None:
         try:
+            if patience is not None:
+                await patience.pause()
             self.bring_up(read.ask.bucket, read.ask.key)
             served = await self._buckets.readable(read.ask.bucket, read.ask.key)
             if read.ask.head_only:

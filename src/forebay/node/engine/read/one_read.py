@@ -18,6 +18,7 @@ that turn out to be wrong are withdrawn.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from forebay.core import limits
@@ -25,6 +26,7 @@ from forebay.core.errors import ErrorOnWire
 from forebay.core.messages.wire import Relay
 from forebay.core.record import Record
 from forebay.core.types import RangeSpec
+from forebay.node.engine.asking import Patience
 from forebay.node.engine.read.flights import Flight
 
 if TYPE_CHECKING:
@@ -70,8 +72,10 @@ class Read:
         "_flight",
         "_left",
         "_number",
+        "_patience",
         "ask",
         "closed",
+        "context",
         "hit",
         "out",
         "record",
@@ -80,7 +84,7 @@ class Read:
         "tries",
     )
 
-    def __init__(self, cold: ColdReads, ask: Ask, out: Out) -> None:
+    def __init__(self, cold: ColdReads, ask: Ask, out: Out, patience: Patience | None) -> None:
         self.ask, self.out = ask, out
         self.record: Record | None = None  # set once opened
         self.span = (0, 0)
@@ -88,7 +92,8 @@ class Read:
         self.task: asyncio.Task[None] | None = None
         self.tries = 0
         self.closed = False
-        self._cold = cold
+        self.context = contextvars.copy_context()  # who asks
+        self._cold, self._patience = cold, patience
         self._flight: Flight | None = None
         self._number = 0
         self._left: list[tuple[Flight, int, int]] = []  # flight, our number there, and the end of what it told us
@@ -150,7 +155,10 @@ class Read:
         self.out.finished()
 
     def failed(self, error: ErrorOnWire) -> None:
-        if error.kind == "Precondition" and self.record is None and not self.ask.version and self.tries < REOPENS_MAX:
+        if self.record is None and not self.closed and self._patience is not None and self._patience.is_for(error.code):
+            self.detach()  # nothing was told
+            self._cold.start(self, self._patience)
+        elif error.kind == "Precondition" and self.record is None and not self.ask.version and self.tries < REOPENS_MAX:
             self.detach()  # nothing was told
             self.tries += 1
             self._cold.start(self)

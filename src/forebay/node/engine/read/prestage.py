@@ -60,7 +60,7 @@ class Prestaging:
         """Fetch the object soon, if it is not here. Returns when it is in line, or cannot be. `NotFound` for an unknown
         bucket."""
         bucket, key = call.bucket, check_key(call.key)
-        served = await self._buckets.acting(bucket, key)
+        served = await self._buckets.again(lambda: self._buckets.acting(bucket, key))
         record = self._cold.store.fresh(served.bucket, key, self._clock.wall_s())
         if record is not None and record.complete:
             self._tally.prestaged["present"] += 1

@@ -44,6 +44,7 @@ from forebay.node.engine.write.locks import KeyLocks
 from forebay.node.engine.write.parts import forget
 from forebay.node.engine.write.writes import Writes
 from forebay.node.store.derived import Derived
+from forebay.node.store.disk.volume import refusal
 from forebay.node.store.disk.volume_threads import remove_temp
 from forebay.node.store.reader import LeasedFile, StoreReader
 from forebay.node.store.writer.writer import Store
@@ -101,7 +102,7 @@ class Appends:
         check_key(call.key)
         if (call.body is None) == (not call.path):
             raise Invalid("a member came without a body: please report it")
-        written: Written = await self._writes.finish(self._append(call))
+        written: Written = await self._writes.finish_again(lambda: self._append(call))
         return written
 
     async def _append(self, call: AppendCall) -> Written:
@@ -149,10 +150,7 @@ class Appends:
                     volume, self._workers, steps, f"{call.bucket}/{call.key}", lambda: forget(path)
                 )
             except OSError as error:
-                raise Unavailable(
-                    f"the shard could not be written ({error.strerror}): see `forebay status`",
-                    code="InsufficientStorage",
-                ) from error
+                raise refusal(error, "the shard") from error
             written = await self._writes.put_file(
                 served,
                 call.key,

@@ -28,9 +28,10 @@ import functools
 import logging
 from collections.abc import Callable
 
-from forebay.core.errors import Bug, ForebayError, Unavailable
+from forebay.core.errors import ForebayError, Unavailable
 from forebay.core.record import Record
 from forebay.node.outcomes import resolve
+from forebay.node.store.disk.volume import of_broken
 from forebay.node.store.writer.puts import Change, Prepared, Put
 from forebay.node.store.writer.writer import Store
 from forebay.ports import threads
@@ -233,6 +234,6 @@ def _tell(done: Done, outcome: Record | ForebayError | None) -> None:
 def _broke(group: list[_Asked], error: Exception) -> None:
     if not isinstance(error, ForebayError):
         log.error("a commit of %d changes broke", len(group), exc_info=error)
-        error = Bug(f"committing broke: {error!r}: please report it with the node's log")
+    told = of_broken(error, "committing")
     for _, done in group:
-        _tell(done, error)
+        _tell(done, told)

@@ -56,7 +56,7 @@ from forebay.node.engine.read.sink import BlockHashes
 from forebay.node.engine.write.parts import forget
 from forebay.node.engine.write.uploads import UploadBook
 from forebay.node.engine.write.writes import Writes, check_writable
-from forebay.node.store.disk.volume import Volume
+from forebay.node.store.disk.volume import Volume, refusal
 from forebay.node.store.disk.volume_threads import remove_temp
 from forebay.node.store.reader import StoreReader
 from forebay.node.store.writer.writer import Store
@@ -222,7 +222,7 @@ class Copies:
                 "object's metadata: give x-amz-metadata-directive: REPLACE",
                 code="InvalidRequest",
             )
-        return await self._writes.finish(self._copy(call, onto_itself))
+        return await self._writes.finish_again(lambda: self._copy(call, onto_itself))
 
     async def _copy(self, call: CopyCall, onto_itself: bool) -> Written:
         async with self._writes.entered(call.bucket, call.key) as served:
@@ -288,7 +288,7 @@ class Copies:
         uploads."""
         check_key(call.source_key)
         check_key(call.key)
-        return await self._writes.finish(self._copy_part(call))
+        return await self._writes.finish_again(lambda: self._copy_part(call))
 
     async def _copy_part(self, call: UploadPartCopyCall) -> PartState:
         await self._uploads().check(call.bucket, call.key, call.upload_id)
@@ -420,10 +420,7 @@ class Copies:
                     gone = Precondition("the source changed while it was copied: copy it again")
                     raise _SourceChanged(gone) from error
                 except OSError as error:
-                    raise Unavailable(
-                        f"the copy could not be written ({error.strerror}): see `forebay status`",
-                        code="InsufficientStorage",
-                    ) from error
+                    raise refusal(error, "the copy") from error
                 read.took(piece.end)
             await by_disk(target.volume, self._workers, drawn.close, target.subject)
         finally:

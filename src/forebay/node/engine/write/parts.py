@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ import xxhash
 from forebay.core import limits
 from forebay.core.machines.uploads import Part, latest, name_of, parse_name
 from forebay.core.s3rules.checksums import Checksum
+
+log = logging.getLogger("forebay.uploads")
 
 COPY_BYTES = 1024 * 1024
 _FICLONERANGE = 0x4020940D  # share a range of another file: whole blocks of the filesystem
@@ -83,11 +86,14 @@ def write(path: str, data: bytes) -> None:
 
 
 def forget(path: str) -> None:
-    """Unlink. It is no error if the file is missing."""
+    """Unlink. It is no error if the file is missing, or stays on a disk that fails: the write it was for has an outcome
+    of its own."""
     try:
         os.unlink(path)
     except FileNotFoundError:
         pass
+    except OSError as error:
+        log.warning("a file that nobody needs stays at %s: %s", path, error)
 
 
 def remove(directory: str) -> None:
@@ -186,12 +192,15 @@ def join(directory: str, parts: Sequence[Part], target: str) -> list[int]:
 
 
 def unjoin(directory: str, first: Part, target: str) -> None:
-    """The object was not made: make the first part's file itself again."""
+    """The object was not made: make the first part's file itself again. If the disk fails, the next join or start does
+    it."""
     forget(target)
     try:
         cut_back(directory, first)
     except FileNotFoundError:
         pass
+    except OSError as error:
+        log.warning("a part of %s stays longer than it was: %s", directory, error)
 
 
 def _link(first: str, target: str) -> bool:

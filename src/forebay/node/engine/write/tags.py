@@ -24,7 +24,8 @@ from forebay.core.record import Record, State, headers_of, info_of
 from forebay.core.s3rules.tags import parse_tags, tags_among
 from forebay.core.types import check_key
 from forebay.node.engine.buckets import Buckets, Served
-from forebay.node.engine.write.writes import Owes, Writes, check_writable
+from forebay.node.engine.write.seams import Owes
+from forebay.node.engine.write.writes import Writes, check_writable
 from forebay.node.store.disk.notes import succeeding
 from forebay.node.store.writer.writer import Store
 
@@ -40,7 +41,10 @@ class Tags:
 
     async def read(self, named: ObjectNamed) -> TagsSaid:
         """The object's tags. `NotFound`; `NotSupported` if only a backend knows them and does not tell."""
-        bucket, key = named.bucket, check_key(named.key)
+        check_key(named.key)
+        return await self._buckets.again(lambda: self._read(named.bucket, named.key))
+
+    async def _read(self, bucket: str, key: str) -> TagsSaid:
         served = await self._buckets.acting(bucket, key)
         record = self._owned(bucket, key, served)
         if record is not None:
@@ -60,7 +64,7 @@ class Tags:
         """Set the object's tags. `NotFound`, `Invalid`; `NotSupported` if the backend has none."""
         check_key(call.key)
         parse_tags(call.tags)
-        return await self._writes.finish(self._tag(call))
+        return await self._writes.finish_again(lambda: self._tag(call))
 
     async def _tag(self, call: TagCall) -> Nothing:
         bucket, key = call.bucket, call.key

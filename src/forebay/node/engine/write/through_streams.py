@@ -82,6 +82,9 @@ class Streams:
         """Begin, if the bucket and its backend support it. `NotSupported` for a backend that cannot be written,
         `Precondition` for conditions that fail already: both before the body is taken."""
         check_key(call.key)
+        return await self._buckets.again(lambda: self._open(call))
+
+    async def _open(self, call: PutOpenCall) -> PutOpened:
         served = await self._buckets.acting(call.bucket, call.key)
         if served.bucket.write != "through":
             return PutOpened(0)
@@ -130,20 +133,26 @@ class Streams:
         return await self._writes.finish(self._put(call))
 
     async def _put(self, call: PutCall) -> Written:
-        arriving = self._arriving.pop(call.put, None)
         try:
             check_key(call.key)
-            async with self._writes.entered(call.bucket, call.key) as served:
-                if arriving is not None and not _fits(arriving, call, served):
-                    self._give_up(arriving)
-                    arriving = None
-                send = functools.partial(self._complete, arriving) if arriving is not None else None
-                return await self._writes.put_called(served, call, send)
+            return await self._buckets.again(lambda: self._put_once(call))
         finally:
-            if arriving is not None and not arriving.task.done():
-                self._give_up(arriving)
+            self.gave_up(call.put)
             if call.path:
                 remove_temp(call.path)
+
+    async def _put_once(self, call: PutCall) -> Written:
+        async with self._writes.entered(call.bucket, call.key) as served:
+            arriving = self._arriving.pop(call.put, None)
+            if arriving is not None and not _fits(arriving, call, served):
+                self._give_up(arriving)
+                arriving = None
+            send = functools.partial(self._complete, arriving) if arriving is not None else None
+            try:
+                return await self._writes.put_called(served, call, send)
+            finally:
+                if arriving is not None and not arriving.task.done():
+                    self._give_up(arriving)
 
     async def _complete(self, arriving: _Arriving, expect: str | None) -> ObjectInfo:
         """Under the key's lock, with the conditions judged: release the rest, and wait for the backend."""

@@ -69,6 +69,7 @@ from forebay.node.engine.write import parts as files
 from forebay.node.engine.write import uploads_elsewhere
 from forebay.node.engine.write.through_bodies import Filled
 from forebay.node.outcomes import from_node
+from forebay.node.store.disk.volume import refusal
 from forebay.ports.chance import Chance
 from forebay.ports.clock import Clock
 
@@ -166,16 +167,6 @@ class Upload:
         await self._quiet.wait()
 
 
-def disk_trouble(error: OSError, doing: str) -> Unavailable:
-    """The error for a disk that refuses an upload's bytes."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Unavailable(
-            f"there is no room for {doing}: free space on the node (`forebay status`), then send it again",
-            code="InsufficientStorage",
-        )
-    return Unavailable(f"{doing} failed ({error}): check the node's disks (`forebay status`), then send it again")
-
-
 class UploadBook:
     """Every upload of the node. `load` before use; `tend` in the background; `aclose` at the end.
 
@@ -215,7 +206,7 @@ class UploadBook:
     # --- the verbs ---------------------------------------------------------------------------------------------------
     async def create(self, call: UploadCreateCall) -> UploadState:
         """Begin an upload. It is stored before this returns."""
-        return await self._whole(self._create(call))
+        return await self._whole(self._buckets.again(lambda: self._create(call)))
 
     async def part(self, call: UploadPartCall) -> PartState:
         """Take a part. The file `call.path` is gone afterwards in any case."""
@@ -223,6 +214,9 @@ class UploadBook:
 
     async def parts(self, call: UploadPartsCall) -> UploadParts:
         """A page of an upload's parts."""
+        return await self._buckets.again(lambda: self._parts(call))
+
+    async def _parts(self, call: UploadPartsCall) -> UploadParts:
         if (there := await self._elsewhere(call.bucket, call.upload_id)) is not None:
             return await uploads_elsewhere.parts(there, call)
         upload = self.find(call.bucket, call.key, call.upload_id)
@@ -238,7 +232,7 @@ class UploadBook:
         answer."""
         asked, work = self._completing.get(call.upload_id, (None, None))
         if work is None or asked != call:
-            work = self._spawn(self._complete(call))
+            work = self._spawn(self._buckets.again(lambda: self._complete(call)))
             self._completing[call.upload_id] = call, work
             work.add_done_callback(functools.partial(self._completed, call))
         return await asyncio.shield(work)
@@ -249,6 +243,9 @@ class UploadBook:
 
     async def abort(self, call: UploadNamed) -> Nothing:
         """Forget the upload and its parts."""
+        return await self._buckets.again(lambda: self._abort_any(call))
+
+    async def _abort_any(self, call: UploadNamed) -> Nothing:
         if (there := await self._elsewhere(call.bucket, call.upload_id)) is not None:
             await there.backend.abort_upload(call.key, call.upload_id)
             return Nothing()
@@ -256,6 +253,9 @@ class UploadBook:
 
     async def uploads(self, call: UploadsCall) -> Uploads:
         """A page of a bucket's open uploads, of all nodes of the cluster."""
+        return await self._buckets.again(lambda: self._uploads(call))
+
+    async def _uploads(self, call: UploadsCall) -> Uploads:
         served, homes = await self._buckets.get(call.bucket), self._buckets.homes
         limit = max(0, min(call.limit, limits.LIST_KEYS_MAX))
         page, more = rules.page_of(self._names.get(call.bucket, []), call.prefix, call.after_key, call.after_id, limit)
@@ -381,7 +381,7 @@ class UploadBook:
 
     async def _take_all(self, call: UploadPartCall) -> PartState:
         try:
-            return await self._take(call)
+            return await self._buckets.again(lambda: self._take(call))
         finally:
             if call.path:
                 await self._work(files.forget, call.path)
@@ -399,10 +399,7 @@ class UploadBook:
             upload.seq += 1
             now_s = round(self._clock.wall_s(), 3)
             part = Part(call.number, upload.seq, call.size_bytes, call.md5, now_s, algorithm, checksum)
-            try:
-                part = await self._work(self._place, directory, call, part, kept)
-            except OSError as error:
-                raise disk_trouble(error, f"part {call.number}") from error
+            part = await self._work(self._place, directory, call, part, kept, doing=f"part {call.number}")
             path = os.path.join(directory, rules.name_of(part))
             try:
                 token = await self._send(upload, served, part, path)
@@ -553,11 +550,11 @@ class UploadBook:
 
         try:
             self._store.free_to_write(call.bucket, call.key, size_bytes - chosen[0].size_bytes)
-            sums = await self._work(files.join, directory, chosen, target)
-        except (OSError, Unavailable) as error:
+            sums = await self._work(files.join, directory, chosen, target, doing="joining the parts")
+        except Unavailable:
             if kept.backend_id and served.bucket.write == "through":
                 return await self._make_there_alone(served, upload, call, chosen)
-            raise disk_trouble(error, "joining the parts") if isinstance(error, OSError) else error from error
+            raise
         try:
             written: Written = await self._writes.put_file(
                 served,
@@ -612,7 +609,7 @@ class UploadBook:
         is one."""
         kept, through = upload.kept, self._writes.through
         filled = self._filled(served, upload, chosen)
-        no_room = disk_trouble(OSError(errno.ENOSPC, "no room"), "joining the parts, which the backend has not,")
+        no_room = refusal(OSError(errno.ENOSPC, "no room"), "joining the parts, which the backend has not,")
         if not target and filled is None:
             raise no_room
         body = Body(sum(part.size_bytes for part in chosen), path=target)

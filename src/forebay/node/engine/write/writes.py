@@ -39,13 +39,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 
 from forebay.backends.seam import Body
 from forebay.core import limits
+from forebay.core.cluster.coding import ETAG_HEADER, SLICES, whose_entries
 from forebay.core.errors import (
     Busy,
     Closed,
@@ -59,7 +60,6 @@ from forebay.core.errors import (
 )
 from forebay.core.machines import sent_bodies
 from forebay.core.machines.opening import MISSED
-from forebay.core.machines.sent_bodies import Sent
 from forebay.core.messages.calls import DeleteCall, Nothing, PutCall, Written
 from forebay.core.record import PINNED, Record, State, blocks_in, info_of, is_pinned, own_version, present_blocks
 from forebay.core.s3rules.conditions import Conditions
@@ -73,6 +73,7 @@ from forebay.node.engine.read.cold import ColdReads
 from forebay.node.engine.read.one_read import Ask
 from forebay.node.engine.write.commits import Commits
 from forebay.node.engine.write.locks import KeyLocks
+from forebay.node.engine.write.seams import Owes, Replicas
 from forebay.node.engine.write.through_bodies import Through
 from forebay.node.store.disk.notes import Note, Owed, digest_of, succeeding
 from forebay.node.store.disk.volume_threads import remove_temp
@@ -88,40 +89,6 @@ Send = Callable[[str | None], Coroutine[Any, Any, ObjectInfo]]  # makes the obje
 QUIET_WAIT_S = 10.0  # how long a change of a bucket waits for its writes to end
 _DIRTY, _LOCAL = int(State.DIRTY), int(State.LOCAL)
 PRESYNC_BYTES_MIN = limits.MIB  # from this size on a file is synced before its change is queued
-
-
-class Owes(Protocol):
-    """What the backends are owed (`node/engine/flush/flusher.py`), as writes use it."""
-
-    def add(self, owed: Owed) -> None: ...
-
-    def find(self, bucket: str, key: str) -> Note | None: ...
-
-    def sent(self, bucket: str, key: str) -> Sent: ...
-
-    def forget(self, bucket: str, key: str) -> None: ...
-
-    async def stop_key(self, bucket: str, key: str) -> None: ...
-
-    def room(self, bucket: Bucket, size_bytes: int) -> AbstractAsyncContextManager[None]: ...
-
-    def admits(self, bucket: Bucket, size_bytes: int) -> int | None: ...
-
-    def ended(self, name: str, writer: int) -> None: ...
-
-    def window(self, bucket: str, prefix: str, start_after: str, limit: int) -> list[tuple[str, Note]]: ...
-
-
-class Replicas(Protocol):
-    """What other nodes keep for this one (`node/engine/replicas.py`)."""
-
-    def keeps_twice(self, bucket: str) -> bool: ...
-
-    async def commit(self, change: Change) -> Record | None: ...
-
-    async def retag(
-        self, bucket: str, info: ObjectInfo, note: Note | None, act: Callable[[], Awaitable[None]]
-    ) -> None: ...
 
 
 class Writes:
@@ -141,6 +108,7 @@ class Writes:
         flush: Callable[[], None],
         known: KnownVolumes | None = None,
         member: Callable[[], int] = lambda: 0,
+        lost: Callable[[int], str] = lambda lease: "",
     ) -> None:
         self.locks = KeyLocks()
         self.moved_on: Callable[[str, str], None] = lambda bucket, key: None  # called for each new version and delete
@@ -156,6 +124,7 @@ class Writes:
         self._workers = workers
         self._known = known
         self._member = member  # the lease under which what no backend has may be acknowledged; 0 for a node alone
+        self._lost = lost  # why what began under it may not be; "" if it may
         self._closed = False
         self._sections: set[asyncio.Task[Any]] = set()
         self._entered: Counter[str] = Counter()
@@ -177,6 +146,10 @@ class Writes:
         self._sections.add(task)
         task.add_done_callback(self._finished)
         return await asyncio.shield(task)
+
+    async def finish_again(self, section: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """As `finish`; while who acts on the key changes, and nothing was done, `section` is begun again."""
+        return await self.finish(self._buckets.again(section))
 
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._sections.discard(task)
@@ -200,7 +173,7 @@ class Writes:
         self._entered[bucket] += 1
         try:
             served = await (self._buckets.acting(bucket, key) if answers else self._buckets.get(bucket))
-            if not answers or served.bucket.write == "through":
+            if not answers or served.bucket.write == "through" or bucket == SLICES:
                 yield served
                 return
             lease, homes = self._member(), self._buckets.homes
@@ -212,13 +185,8 @@ class Writes:
 
     def _check_lease(self, lease: int) -> None:
         """Whether the node was allowed to act ever since it had this lease."""
-        try:
-            if self._member() == lease:
-                return
-            why = "this node lost its place in the cluster for a while"
-        except Unavailable as error:
-            why = error.message
-        raise Unavailable(f"{why}. It may have been written: look before you write it again")
+        if why := self._lost(lease):
+            raise Unavailable(f"{why}. It may have been written: look before you write it again")
 
     def _leave(self, bucket: str) -> None:
         self._entered[bucket] -= 1
@@ -312,11 +280,14 @@ class Writes:
     async def _put(self, call: PutCall) -> Written:
         try:
             check_key(call.key)
-            async with self.entered(call.bucket, call.key) as served:
-                return await self.put_called(served, call)
+            return await self._buckets.again(lambda: self._put_once(call))
         finally:
             if call.path:
                 remove_temp(call.path)
+
+    async def _put_once(self, call: PutCall) -> Written:
+        async with self.entered(call.bucket, call.key) as served:
+            return await self.put_called(served, call)
 
     def begin(self, call: PutCall, done: Callable[[Written | ForebayError], None]) -> bool:
         """As `put`, without a task: begin a write that waits only for its commit, and call `done` with the outcome.
@@ -433,10 +404,10 @@ class Writes:
 
     async def delete(self, call: DeleteCall) -> Nothing:
         """Delete the object. It is no error if there is none, unless a condition is given."""
-        return await self.finish(self._delete(call))
+        check_key(call.key)
+        return await self.finish_again(lambda: self._delete(call))
 
     async def _delete(self, call: DeleteCall) -> Nothing:
-        check_key(call.key)
         async with self.entered(call.bucket, call.key) as served:
             self._store.check_present(call.bucket, call.key)
             if served.bucket.write == "through":
@@ -514,7 +485,8 @@ class Writes:
         local = bucket.write == "local"
         object_id, now_s = self._store.take_id(), self._clock.wall_s()
         digest = digest_of(what.size_bytes, sums=what.sums, body=what.body)
-        etag = what.etag or f"{digest}-x"
+        told = dict(what.headers).get(ETAG_HEADER, "") if whose_entries(bucket.name) else ""
+        etag = told or what.etag or f"{digest}-x"
         info = ObjectInfo(key, what.size_bytes, own_version(object_id), etag, now_s, what.shown)
         note = Note(
             seq=object_id,

@@ -44,19 +44,20 @@ from forebay.core.access import (
     decode_identities,
     is_within,
 )
-from forebay.core.errors import Denied, Invalid, NotFound, Unavailable
+from forebay.core.errors import Denied, Invalid, NotFound, map_changes
 from forebay.core.oidc import decode_trusted
 from forebay.core.s3rules.compat.postpolicy import legacy_signer
 from forebay.core.s3rules.names import Addressing
 from forebay.core.s3rules.sessions import Session, Sessions
 from forebay.core.s3rules.sigv4 import Verified, Verifier
-from forebay.core.types import LOOP_HEADER, PEER_HEADER, RELAY_HEADER, Bucket
+from forebay.core.types import AGAIN_HEADER, LOOP_HEADER, PEER_HEADER, RELAY_HEADER, Bucket
 from forebay.node.front.http.accounts import Accounts
 from forebay.node.front.http.requests import Request
 from forebay.node.front.http.tokens import Ask, Holder, WebTokens, expired
 from forebay.ports import clock
 
 LOOP_NAME, PEER_NAME, RELAY_NAME = LOOP_HEADER.encode(), PEER_HEADER.encode(), RELAY_HEADER.encode()
+AGAIN_NAME = AGAIN_HEADER.encode()
 _PORT = re.compile(r":\d*\Z")
 _FOREIGN = (b"cross-site", b"same-site")  # what Sec-Fetch-Site says of a page at another address
 _UNKNOWN: Final[tuple[Identity, Reach]] = (ANONYMOUS, ())
@@ -115,12 +116,12 @@ class Auth:
     def check_host(self, request: Request) -> None:
         """Return if the node has identities, or the request was sent to a name of this machine or of the node's domain;
         else `Denied`: a page of another site may have sent it. `Invalid` for a request that this node sent,
-        `Unavailable` for one of a node that takes this one for a home by another map."""
+        `map_changes` for one of a node that takes this one for a home by another map."""
         if self.node in request.headers.get(LOOP_NAME, b""):
             raise Invalid("this node is asked by itself: its bucket needs another backend", code="LoopDetected")
         named = request.headers.get(PEER_NAME)
-        if named is not None and named != self.as_home:
-            raise Unavailable("this node acts by another map of the cluster: ask the backend", retry_after_s=1.0)
+        if named is not None and named not in (self.as_home, self.node):  # the node alone: it is asked by no map
+            raise map_changes("this node acts by another map of the cluster: ask by that", retry_after_s=1.0)
         if not self.open:
             return
         host = request.headers.get(b"host", b"")

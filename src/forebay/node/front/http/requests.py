@@ -319,6 +319,7 @@ REASONS = {
     413: "Content Too Large",
     414: "URI Too Long",
     416: "Range Not Satisfiable",
+    421: "Misdirected Request",
     429: "Too Many Requests",
     431: "Request Header Fields Too Large",
     500: "Internal Server Error",

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from forebay.core.errors import Bug, ForebayError, Unavailable
+from forebay.core.errors import MAP_CHANGES, Bug, ForebayError, Unavailable
 from forebay.core.messages.wire import Landed, Opened, Relay
 from forebay.core.ranges import end_of_stripe
 from forebay.core.record import is_version
@@ -139,8 +139,8 @@ class Arriving:
         """The engine's next message; None when the engine is gone."""
         try:
             landed = await self._read.landed()
-        except ForebayError:
-            if self._read.stands:
+        except ForebayError as error:
+            if self._read.stands and error.code != MAP_CHANGES:
                 raise
             self._broken = True
             return None

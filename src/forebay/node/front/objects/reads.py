@@ -23,6 +23,7 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
+from forebay.core.cluster.coding import is_hidden
 from forebay.core.errors import ForebayError, Precondition, Unavailable
 from forebay.core.messages.calls import ObjectNamed
 from forebay.core.messages.wire import Opened, Welcome
@@ -126,7 +127,10 @@ class Reads:
         A bucket that is not known here is the engine's to find, or to say `NoSuchBucket`: it may have been added a
         moment ago through another front. It comes without a URL, and nothing of it is fresh.
         """
-        return self.buckets.get(name) or Bucket(check_bucket_name(name), url="", freshness_s=0.0)
+        known = self.buckets.get(name)
+        if known is None and not is_hidden(name):  # other nodes name those, and this one may not have heard of it
+            check_bucket_name(name)
+        return known or Bucket(name, url="", freshness_s=0.0)
 
     def serve(
         self,

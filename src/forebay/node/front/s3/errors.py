@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from forebay.core.errors import ForebayError
-from forebay.core.types import LOOP_STATUS
+from forebay.core.errors import MAP_CHANGES, ForebayError
+from forebay.core.types import AGAIN_STATUS, LOOP_STATUS
+from forebay.node.front.http.auth import AGAIN_NAME
 from forebay.node.front.http.requests import Request, Response
 from forebay.node.front.s3.xml import CONTENT_TYPE, DECLARATION, element, readable
 from forebay.ports import chance
@@ -143,6 +144,8 @@ def render(
     """The S3 error document for `error`; `id_line` is this answer's `x-amz-request-id` line, `lines` are further
     ones; `named` are the bucket and key that the request is about."""
     code, status = code_and_status(error)
+    if error.code == MAP_CHANGES and request is not None and AGAIN_NAME in request.headers:
+        status = AGAIN_STATUS  # a node that asks again by itself; others know the 503
     head = id_line + lines + CONTENT_TYPE
     extra = ""
     if status == 416 and error.size_bytes is not None:

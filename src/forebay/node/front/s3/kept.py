@@ -17,10 +17,10 @@ from forebay.core.messages.copied import (
     BACK,
     ClearCopy,
     Copied,
-    CopiesAsked,
     CopiesCall,
     CopiesSaid,
     KeepCopy,
+    Posted,
     copies_of,
     of_line,
 )
@@ -69,11 +69,11 @@ class KeptApi:
             back = query[COPY_QUERY] == BACK
             work = self._puts.finish(self._keep(bucket.name, key, incoming, incoming.options, back))
         elif request.method == b"DELETE":
-            call: CopiesCall = ClearCopy(bucket.name, check_key(key), query.get("actor", ""), _number(query))
+            call: CopiesCall | Posted = ClearCopy(bucket.name, check_key(key), query.get("actor", ""), _number(query))
             work = self._puts.finish(self._call("copies", call))
         else:
             try:
-                call = msgspec.json.decode(request.body, type=CopiesAsked)
+                call = msgspec.json.decode(request.body, type=Posted)
             except msgspec.MsgspecError as error:
                 raise Invalid(f"what is asked of copies is unknown ({error}): nodes must be of one release") from None
             work = self._puts.finish(self._call("copies", call))

@@ -42,7 +42,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from forebay.core import limits
-from forebay.core.errors import Corrupt, Exists, Invalid, Unavailable
+from forebay.core.errors import Bug, Corrupt, Exists, ForebayError, Invalid, Unavailable
 from forebay.core.machines.opening import MISSED
 from forebay.core.machines.stall import Stall
 from forebay.core.record import Record, State, decode_record, encode_record
@@ -655,6 +655,25 @@ def stalled(path: str, subject: str) -> Unavailable:
         "(`forebay status`, `dmesg`; is it frozen?), or try again later",
         retry_after_s=STALLED_RETRY_S,
     )
+
+
+def refusal(error: OSError, doing: str) -> Unavailable:
+    """The error for a request whose bytes a disk does not take."""
+    if error.errno in _FULL:
+        return Unavailable(
+            f"there is no room for {doing}: free space on the node (`forebay status`), then send it again",
+            code="InsufficientStorage",
+        )
+    return Unavailable(f"{doing} failed ({error}): check the node's disks (`forebay status`), then send it again")
+
+
+def of_broken(error: Exception, doing: str) -> ForebayError:
+    """What is answered where `error` was not foreseen: a disk that is full or fails is no bug of the node."""
+    if isinstance(error, ForebayError):
+        return error
+    if isinstance(error, OSError) and error.errno in (*_FULL, *_DEAD):
+        return refusal(error, doing)
+    return Bug(f"{doing} broke: {error!r}: please report it with the node's log")
 
 
 def index_path(volume_path: str, generation: int) -> str:

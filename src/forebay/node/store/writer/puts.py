@@ -33,6 +33,7 @@ import msgspec
 import xxhash
 
 from forebay.core import limits
+from forebay.core.cluster.coding import SLICES
 from forebay.core.errors import Corrupt, ForebayError, Unavailable
 from forebay.core.messages.copied import whose_copies
 from forebay.core.record import OWNED, Record, State, blocks_in, build_head, info_of
@@ -235,9 +236,9 @@ class Puts:
         step.entry = keys.index_key(bucket, key)
         if volume.stall.stalled:
             raise stalled(volume.path, f"{bucket}/{key}")
-        # A copy for another node that was on a volume which is not here is sent again. If that volume comes back, the
-        # later one counts (misplaced.py).
-        anew = change.returns or bool(whose_copies(bucket))
+        # A copy for another node, or a slice, that was on a volume which is not here is sent again. If that volume
+        # comes back, the later one counts (misplaced.py).
+        anew = change.returns or bucket == SLICES or bool(whose_copies(bucket))
         (self._volumes.check_in_use if anew else self._volumes.check_present)(bucket, key)
         if change.note is not None:
             self._volumes.check_noted(volume, bucket, key)

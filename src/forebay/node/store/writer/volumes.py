@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
+from forebay.core.cluster.coding import SLICES
 from forebay.core.errors import Corrupt, Invalid, ObjectLost, Unavailable, VolumeMissing
 from forebay.core.messages.copied import whose_copies
 from forebay.core.messages.wire import VolumeAt
@@ -147,8 +148,9 @@ class VolumeSet(Whereabouts[Volume]):
 
     def check_present(self, bucket: str, key: str) -> None:
         """`VolumeMissing` if a volume that cannot be read may have the only copy of the key. `Unavailable` if a stalled
-        one does, or if a change of the key waits for its disk: look-ups see it, and fronts do not."""
-        if self.owners and (absent := self.owners.of_key(bucket, key)) is not None:
+        one does, or if a change of the key waits for its disk: look-ups see it, and fronts do not. A slice is never the
+        only copy: who misses it asks others."""
+        if self.owners and bucket != SLICES and (absent := self.owners.of_key(bucket, key)) is not None:
             raise missing(absent, f"{whose_copies(bucket) or bucket}/{key}")
         self.check_in_use(bucket, key)
 
