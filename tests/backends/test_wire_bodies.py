@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import socket
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from forebay.backends.http import bodies
 from forebay.backends.http.bodies import Exchange
 from forebay.backends.http.requests import Wire, anonymous
 from forebay.backends.seam import Body
@@ -71,9 +71,17 @@ def test_a_body_that_has_stopped_is_closed_at_once(
     asyncio.run(story())
 
 
-def test_what_the_network_has_not_taken_of_a_write_that_was_given_up_never_arrives() -> None:
+def test_what_the_network_has_not_taken_of_a_write_that_was_given_up_never_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It would, when the network is back, and undo what others wrote since."""
-    body = os.urandom(256 * 1024)
+    body, exchanges = os.urandom(256 * 1024), list[Exchange]()
+
+    def begin(threads: bodies.Threads) -> Exchange:
+        exchanges.append(Exchange(threads))
+        return exchanges[-1]
+
+    monkeypatch.setattr(bodies, "Exchange", begin)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)  # the rest waits at the sender
 
@@ -82,7 +90,7 @@ def test_what_the_network_has_not_taken_of_a_write_that_was_given_up_never_arriv
             telling = asyncio.ensure_future(wire.tell("PUT", "key", body=Body(len(body), body)))
             connection, _ = await asyncio.to_thread(server.accept)
             await until_async(lambda: len(connection.recv(1 << 20, socket.MSG_PEEK)) > 1024, "that it sends")
-            (exchange,) = [one for one in gc.get_objects() if type(one) is Exchange and one._busy]
+            (exchange,) = exchanges
             await until_async(lambda: _waits_for_an_answer(exchange), "that all of it is with the kernel")
             telling.cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -9,7 +9,8 @@ rest: nothing that is written later covers what was lost.) Then every node has t
 each key and each listing; and each key's history has to have an explanation (`judging.py`). Before that, all that was
 written to a bucket in slices has to be in slices, and none may be missing (`slicing.py`). At the end of a storm
 everything is flushed, the bucket service has to hold exactly what the nodes show, and nodes may keep no slice that
-nobody names. The seed decides which faults strike and what clients ask; which answer comes first is the machine's.
+nobody names, no temporary file, and no part of an upload that ended. The seed decides which faults strike and what
+clients ask; which answer comes first is the machine's.
 
 Planted faults (`cluster_plants.py`) are found by `--plant NAME`.
 """
@@ -27,7 +28,7 @@ from bench.servers import ServerFailed
 from tests.patience import until
 from tests.storm.cluster_plants import PLANTS
 from tests.storm.fleet import AT_REST, FAULTS, MODES, Fleet, last_s
-from tests.storm.judging import SIZES, SLICED, Crew
+from tests.storm.judging import SIZES, SLICED, Crew, abort_uploads
 
 ROUNDS_A_STORM = 20  # in one box; then a new cluster begins
 LOGGED_BYTES = 4 << 20  # of a node, in which the lines below are looked for when something is wrong
@@ -69,6 +70,7 @@ def storm(
                         fleet.flush()
                         _complain(fleet.compare_backends([*crew.places, *crew.sources]))
                         _complain(fleet.slicing.clear([*crew.places, *crew.sources]))
+                        until(lambda: not fleet.left_over(), "no temporary file, and no part without an upload")
                         _judge(fleet, crew)
                     crew.go_on()
                     print(f"    {crew.board.answered} answers, {crew.board.unsure} calls without one", flush=True)
@@ -92,6 +94,7 @@ def _one_round(fleet: Fleet, crew: Crew, name: str, chance: random.Random) -> No
     crew.quiet()
     until(fleet.is_settled, "the cluster is settled")
     _complain(crew.board.wrong)
+    abort_uploads(fleet.ask, fleet.buckets)
     _complain(fleet.slicing.settle([*crew.places, *crew.sources]))
 
 
@@ -112,6 +115,7 @@ def _complain(wrong: Sequence[str]) -> None:
 def _told(fleet: Fleet) -> str:
     """What the nodes say, for whoever has to find out."""
     lines = [f"on its way: {each}" for each in fleet.on_its_way()]
+    lines += [f"on a disk: {each}" for each in fleet.left_over()]
     for state in fleet.states():
         assert state.cluster is not None
         nodes = ", ".join(f"{node.node_id} {node.state} ({node.doing})" for node in state.cluster.nodes)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import random
 import socket
 import subprocess
@@ -229,6 +230,12 @@ class Fleet:
                 if int(received) > end or unsent != "0":
                     found.append(f"{host.name}: {line}")
         return found
+
+    def left_over(self) -> list[Path]:
+        """Temporary files, and parts of uploads, on the nodes' disks."""
+        disks = [Path(path) for node in self.cluster.nodes for path in volumes_of(node)]
+        walked = [each for disk in disks for name in ("tmp", "parts") for each in os.walk(disk / name)]
+        return [Path(at) / name for at, _, names in walked for name in names]
 
     # --- the backend -------------------------------------------------------------------------------------------------
     def flush(self) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from forebay.sim.clients import Answer, Board, Client, Judge, Place, Sizes
 from tests.patience import PATIENCE_S, until
@@ -189,6 +191,17 @@ class Crew:
 
     def _answered(self, call: Callable[[], object], place: Place, at: str) -> None:
         until(lambda: self.board.wrong or call(), f"an answer of {'/'.join(place)} {at and f'at {at}'}")
+
+
+def abort_uploads(ask: Ask, buckets: Collection[str]) -> None:
+    """What clients began and did not hear the end of: uploads fill a small disk otherwise."""
+    for bucket in buckets:
+        target = f"/{bucket}?uploads"
+        answer = until(lambda target=target: (a := ask("GET", target, {}, None)).status == 200 and a, target)
+        for key, upload in re.findall(rb"<Key>([^<]+)</Key><UploadId>([^<]+)</UploadId>", answer.body):
+            target = f"/{bucket}/{quote(key.decode())}?uploadId={quote(upload.decode())}"
+            answer = ask("DELETE", target, {}, None)
+            assert answer.status == 204, (target, answer)
 
 
 def stalled(asks: Mapping[str, Callable[[], bool]], patience_s: float = PATIENCE_S) -> list[str]:

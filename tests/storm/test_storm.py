@@ -13,7 +13,6 @@ import contextlib
 import faulthandler
 import os
 import random
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ import pytest
 from bench import servers
 from tests.node.conftest import alive
 from tests.patience import until
-from tests.storm.judging import Crew
+from tests.storm.judging import Crew, abort_uploads
 from tests.storm.weather import DISTURBING, FAULTS, FRONTS, Sea, pause_s
 
 ROUNDS = int(os.environ.get("FOREBAY_STORM_ROUNDS", "5"))
@@ -58,7 +57,7 @@ def test_every_answer_in_a_storm_has_an_explanation(seaweed: servers.SeaweedFS, 
                 until(sea.is_settled, "the node is settled")
                 if number % FLUSH_EVERY == 0 or number == ROUNDS:
                     sea.flush()
-                abort_uploads(sea)
+                abort_uploads(sea.ask, sea.buckets)
                 # The first answer of a bucket service that was away ends every doubt; reads must show the same then.
                 listed = {bucket: sea.listed(bucket) for bucket in sea.buckets}
                 judged(crew, number, names)
@@ -139,16 +138,6 @@ def compare_backends(sea: Sea, crew: Crew) -> None:
             found = sea.behind(bucket, key)
             is_same = found == body  # what they say of themselves tells more than where they differ
             assert is_same, (bucket, key, found[:80], len(found), body[:80], len(body))
-
-
-def abort_uploads(sea: Sea) -> None:
-    """What clients began and did not hear the end of: they fill a small disk otherwise."""
-    for bucket in sea.buckets:
-        target = f"/{bucket}?uploads"
-        answer = until(lambda target=target: (a := sea.ask("GET", target, {}, None)).status == 200 and a, target)
-        for key, upload in re.findall(rb"<Key>([^<]+)</Key><UploadId>([^<]+)</UploadId>", answer.body):
-            target = f"/{bucket}/{quote(key.decode())}?uploadId={quote(upload.decode())}"
-            assert sea.ask("DELETE", target, {}, None).status == 204
 
 
 def open_files(sea: Sea) -> dict[str, int]:

@@ -204,6 +204,15 @@ def not_connected(error: OSError, what: str) -> ForebayError:
     return NotDone(found.message) if isinstance(found, Unavailable) else found
 
 
+def not_described(error: ForebayError, what: str) -> Unavailable:
+    """What is raised in the place of the error of a look at something that was written just before: `error` may say
+    that nothing was done, and means the look."""
+    return Unavailable(
+        f"{what}: it was written, and the backend does not say what it has now ({error.message}): look before you write "
+        "it again"
+    )
+
+
 def no_such_key(what: str) -> NotFound:
     """The object does not exist."""
     return NotFound(f"{what} does not exist: check the key", code="NoSuchKey")

@@ -21,7 +21,8 @@ import base64
 import functools
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 from urllib.parse import quote
 from xml.sax.saxutils import escape
 
@@ -32,11 +33,13 @@ from forebay.backends.s3.listing import parse
 from forebay.backends.s3.writing import META, checked_condition, described, keeping_sent, refused
 from forebay.backends.seam import Body, PartSeen, UploadSeen
 from forebay.core import limits
-from forebay.core.errors import Invalid, NotSupported, Precondition, Unavailable
+from forebay.core.errors import ForebayError, Invalid, NotSupported, Precondition, Unavailable
 from forebay.core.s3rules.keeping import NAMES, STORAGE_CLASS
 from forebay.core.types import Headers, ObjectInfo
 from forebay.ports.chance import Chance
 from forebay.ports.clock import Clock
+
+ResultT = TypeVar("ResultT")
 
 BLOB_BYTES_MAX = 5000 * limits.MIB  # of one Put Blob
 BLOCK_BYTES_MAX = 4000 * limits.MIB
@@ -86,9 +89,16 @@ class AzureWrites:
         if answer.status != 202:
             raise _refused(answer, self._what(source_key), source_version or None)
         await self._copied(key, answer)
-        opened = await self._wire.run(functools.partial(self._wire.open, key, None, "", head=True))
+        opened = await self._look(what, functools.partial(self._wire.open, key, None, "", head=True))
         await opened.aclose()
         return opened.info
+
+    async def _look(self, what: str, look: Callable[[], ResultT]) -> ResultT:
+        """What a request says that looks at what one before it has begun or made."""
+        try:
+            return await self._wire.run(look)
+        except ForebayError as error:
+            raise errors.not_described(error, what) from error
 
     async def _copied(self, key: str, answer: Answer) -> None:
         """Wait for a copy that was only begun."""
@@ -98,7 +108,8 @@ class AzureWrites:
             if self._clock.monotonic_s() > until_s:
                 raise Unavailable(f"{self._what(key)}: the copy is not finished yet: look at the object later")
             await asyncio.sleep(COPY_POLL_S)
-            now = await self._wire.run(functools.partial(self._wire.ask, [], method="HEAD", key=key))
+            look = functools.partial(self._wire.ask, [], method="HEAD", key=key)
+            now = await self._look(self._what(key), look)
             status = now.headers.get("x-ms-copy-status", "failed")
         if status != "success":
             raise Unavailable(f"{self._what(key)}: the copy ended as {status!r}: read the source and put it")

@@ -27,7 +27,7 @@ from forebay.backends.http.requests import Answer, Wire, bare_etag, version_of
 from forebay.backends.s3.contents import parse_time
 from forebay.backends.s3.writing import GOOGLE, META, S3Writes, check_size, keeping_sent
 from forebay.backends.seam import Body
-from forebay.core.errors import Invalid, NotFound, NotSupported, Precondition, Unavailable
+from forebay.core.errors import ForebayError, Invalid, NotFound, NotSupported, Precondition, Unavailable
 from forebay.core.s3rules.keeping import without_keeping
 from forebay.core.types import Headers, ObjectInfo
 from forebay.ports.chance import Chance
@@ -155,7 +155,11 @@ class GoogleWrites(S3Writes):
 
     async def _described(self, key: str, made: dict[str, Any], size_bytes: int, headers: Headers) -> ObjectInfo:
         """What the JSON API made, under the ETag that readers see; replaced already, under one that none sees."""
-        now, generation = await self._look_if_there(key), str(made.get("generation"))
+        try:
+            now = await self._look_if_there(key)
+        except ForebayError as error:
+            raise errors.not_described(error, self._what(key)) from error
+        generation = str(made.get("generation"))
         if now is not None and now[1] == generation:
             return msgspec.structs.replace(now[0], headers=headers)
         etag = f"generation-{generation}"

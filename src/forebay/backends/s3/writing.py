@@ -9,8 +9,9 @@ A failed condition is a 412, but at Amazon If-Match for a missing object is a 40
 answers 409 when two conditional writes met. One of them should try again, so that becomes `Unavailable`. A completion
 or a copy may answer 200 and report its failure in the body: the body counts.
 
-Invariants. (1) One request per method, except for the HEAD that describes a completed upload, and pages of lists.
-(2) Nothing is retried here. (3) A header that cannot be stored is an error, never dropped.
+Invariants. (1) One request per method, except for the HEAD that describes a completed upload or a copy, and pages of
+lists. (2) Nothing is retried here. (3) A header that cannot be stored is an error, never dropped. (4) No error of that
+HEAD leaves as one of the write, which was done: whoever hears "not done" does it again, over what others did since.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from forebay.backends.s3.contents import parse_time
 from forebay.backends.s3.listing import parse
 from forebay.backends.seam import Body, PartSeen, UploadSeen
 from forebay.core import limits
-from forebay.core.errors import Invalid, NotFound, NotSupported, Precondition, Unavailable
+from forebay.core.errors import ForebayError, Invalid, NotFound, NotSupported, Precondition, Unavailable
 from forebay.core.s3rules.keeping import (
     ENCRYPTION,
     KMS_KEY,
@@ -264,11 +265,13 @@ class S3Writes:
         return {"if-match": checked_condition(expect, self._what(key))}
 
     async def _made(self, key: str, etag: str, answer: Answer) -> ObjectInfo:
-        """The object that a request made. Somebody may have replaced or deleted it since: then it is what was asked
-        for all the same, though its size is not known any more."""
+        """The object that a request made. Somebody may have replaced or deleted it since, or the service may not say
+        more of it now: then it is what was asked for all the same, though its size is not known."""
         try:
             info = await self._look(key)
-        except NotFound:
+        except ForebayError as error:
+            if not etag and not isinstance(error, NotFound):
+                raise errors.not_described(error, self._what(key)) from error
             info = described(key, 0, answer, ())
         if etag in ("", info.etag):
             return info
