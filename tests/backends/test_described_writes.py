@@ -19,7 +19,13 @@ from tests.backends.test_keeping import COPIED, backend
 
 COMPLETED = b"<CompleteMultipartUploadResult><ETag>&quot;e1&quot;</ETag></CompleteMultipartUploadResult>"
 REWRITTEN = b'{"done": true, "resource": {"generation": "7", "size": "4"}}'
-LOOKS = ["421 Misdirected Request", "503 Service Unavailable", "429 Too Many Requests", "403 Forbidden", "404 Not Found"]
+LOOKS = [
+    "421 Misdirected Request",
+    "503 Service Unavailable",
+    "429 Too Many Requests",
+    "403 Forbidden",
+    "404 Not Found",
+]
 WRITES: dict[str, Callable[[Backend], Awaitable[ObjectInfo]]] = {
     "copy": lambda bucket: bucket.copy("a", "b"),
     "completion": lambda bucket: bucket.complete_upload("b", "upload", [(1, '"p1"')]),

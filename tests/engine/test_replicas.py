@@ -17,6 +17,7 @@ from forebay.core.messages.calls import DeleteCall, ObjectNamed, PutCall, TagCal
 from forebay.core.messages.copied import ClearCopy, Copied, CopiesSaid, KeepCopy, SendBack
 from forebay.core.s3rules.tags import tags_among
 from forebay.core.types import LOCAL_URL, Bucket
+from forebay.node.engine import replicas as replicas_module
 from forebay.node.engine.replicas import COMPARED_FOR_S, Replicas
 from tests.patience import until_async
 
@@ -44,6 +45,8 @@ class OtherNode:
         self.tags = tags_among(about.headers)
 
     async def clear_copy(self, home: Any, call: ClearCopy) -> None:
+        if self.is_silent:
+            raise Unavailable("it does not answer")
         self.kept.pop(call.key, None)
 
     async def compare_copies(self, home: Any, call: Any) -> list[str]:
@@ -108,6 +111,42 @@ def test_what_could_not_be_deleted_here_is_kept_by_the_other_node_again(
         assert rig.engine.store.owned("own", "key") is not None
         await replicas._tend_once()
         assert set(other.kept) == {"key"}
+
+    rigged(story)
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+@pytest.mark.parametrize("verb", ["put", "delete"])
+def test_a_write_that_fails_here_is_refused_only_if_the_other_node_has_forgotten_it(
+    rigged: Rigged, monkeypatch: pytest.MonkeyPatch, verb: str, is_heard: bool
+) -> None:
+    """It was, with "no room", while the other had what was refused, and would have taken it over."""
+
+    async def story(rig: Rig) -> None:
+        _, other = beside_another(rig)
+        writes = rig.engine.writes
+        await rig.engine.buckets.put(Bucket("own", LOCAL_URL, write="local", copies=2))
+        await writes.put(PutCall("own", "key", 5, body=b"bytes"))
+
+        async def refuse(change: Any) -> None:
+            other.is_silent = not is_heard
+            raise Unavailable("the disk is full", code="InsufficientStorage")
+
+        monkeypatch.setattr(writes.commits, "commit", refuse)
+        monkeypatch.setattr(replicas_module, "PATIENCE_S", 0.0)
+        refused = (
+            writes.put(PutCall("own", "key", 5, body=b"other"))
+            if verb == "put"
+            else writes.delete(DeleteCall("own", "key"))
+        )
+        with pytest.raises(Unavailable) as caught:
+            await refused
+        if is_heard:
+            assert caught.value.code == "InsufficientStorage"
+            assert other.kept["key"][1] == b"bytes"
+        else:
+            assert caught.value.code == ""
+            assert "may have been written" in caught.value.message
 
     rigged(story)
 

@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 
-from forebay.core.errors import NotFound
+from forebay.core.errors import MAP_CHANGES, Busy, NotFound
 from forebay.core.messages.calls import Uploads, UploadsCall
 from forebay.core.types import FRESH_IMMUTABLE, Bucket
 from forebay.node.engine.asking import Patience
 from forebay.node.engine.buckets import Served
+from forebay.node.outcomes import from_node
 
 from .conftest import MIB, Remote, Rig, pattern, until
 
@@ -60,6 +61,22 @@ class Homes:
 def _beside_another(rig: Rig) -> Homes:
     homes = rig.engine.buckets.homes = Homes(Remote())
     return homes
+
+
+def test_a_node_that_asks_for_a_bucket_is_told_to_ask_again_where_it_is_not_known_yet(rigged: Rigged) -> None:
+    """A node that came just now is the home of keys before it hears of their bucket. A HEAD, whose answer has no body,
+    took that for a missing object."""
+
+    async def story(rig: Rig) -> None:
+        _beside_another(rig).acts_here = True
+        with pytest.raises(NotFound, match="no bucket"):
+            await rig.engine.buckets.acting("unheard", "key")
+        from_node.set(True)
+        with pytest.raises(Busy) as caught:
+            await rig.engine.buckets.acting("unheard", "key")
+        assert caught.value.code == MAP_CHANGES
+
+    rigged(story)
 
 
 def test_bytes_that_another_home_gives_are_joined_only_while_it_is_the_home(rigged: Rigged) -> None:

@@ -208,8 +208,8 @@ def not_described(error: ForebayError, what: str) -> Unavailable:
     """What is raised in the place of the error of a look at something that was written just before: `error` may say
     that nothing was done, and means the look."""
     return Unavailable(
-        f"{what}: it was written, and the backend does not say what it has now ({error.message}): look before you write "
-        "it again"
+        f"{what}: it was written, and the backend does not say what it has now ({error.message}): look before you "
+        "write it again"
     )
 
 

@@ -15,7 +15,8 @@ that is behind, or waits for a flush, or for something that it takes over.
 Rejected: waiting for the map that the other node names (it may be the one that is behind, and the key may be free
 before); a node that is asked waits itself (it would hold the other's lock, and a place in its own queue).
 
-Invariants. (1) Nothing is asked again that may have been done. (2) Nobody is held longer than AGAIN_FOR_S by this.
+Invariants. (1) Nothing is asked again that may have been done: an error of this kind is of the request that would have
+done it, never of one that follows (`S3Writes._made`). (2) Nobody is held longer than AGAIN_FOR_S by this.
 """
 
 from __future__ import annotations

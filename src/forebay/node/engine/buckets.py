@@ -31,7 +31,17 @@ from forebay.backends.http.cloud import check_sendable
 from forebay.backends.seam import Backend, Body, Fetch, PartSeen, UploadSeen
 from forebay.backends.wrap.counting import BackendCounters
 from forebay.core.cluster.coding import SLICES, SLICES_BUCKET, code_of, hidden_of
-from forebay.core.errors import Denied, ForebayError, Invalid, NoBackendBucket, NotFound, NotSupported, Precondition
+from forebay.core.cluster.membership import LOOK_S
+from forebay.core.errors import (
+    Denied,
+    ForebayError,
+    Invalid,
+    NoBackendBucket,
+    NotFound,
+    NotSupported,
+    Precondition,
+    map_changes,
+)
 from forebay.core.messages.calls import Uploads, UploadsCall
 from forebay.core.types import (
     FRESH_IMMUTABLE,
@@ -324,8 +334,14 @@ class Buckets:
 
     async def acting(self, name: str, key: str) -> Served:
         """The bucket as this node acts on the key: with the key's home in the backend's place, if that is another.
-        Errors as `get`; `Unavailable` if nobody may act now."""
-        served = await self.get(name)
+        Errors as `get`; `Unavailable` if nobody may act now. A node that came just now may act on keys of a bucket of
+        which it hears in a moment: who asks as a node is not told that there is none, but to ask again."""
+        try:
+            served = await self.get(name)
+        except NotFound as error:
+            if self.homes is None or not from_node.get():
+                raise
+            raise map_changes(f"this node does not know bucket {name} yet: ask again", LOOK_S) from error
         if served.bucket.write == "back" and served.backend.scheme in SENT:  # else it would be acknowledged, never sent
             check_sendable(key, f"{name}/{key}")
         return served if self.homes is None else await self.homes.at(served, key)

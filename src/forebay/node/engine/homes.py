@@ -45,7 +45,7 @@ from forebay.core import limits
 from forebay.core.cluster.coding import SLICES
 from forebay.core.cluster.membership import LOOK_S
 from forebay.core.cluster.records import Map
-from forebay.core.errors import MAP_CHANGES, ForebayError, Unavailable, map_changes
+from forebay.core.errors import MAP_CHANGES, ForebayError, NoBackendBucket, Unavailable, map_changes
 from forebay.core.machines import uploads
 from forebay.core.machines.opening import MISSED
 from forebay.core.messages.calls import Uploads, UploadsCall
@@ -401,8 +401,9 @@ class Homes:
         return ""
 
     def _does_not_say(self, what: str, node: str, error: ForebayError, *, lives: bool) -> ForebayError:
-        """A question may be asked again whatever became of it. Who lives is not to be given up."""
-        if error.code == MAP_CHANGES or self._seat.is_gone(node):
+        """A question may be asked again whatever became of it. Who lives is not to be given up, and who does not know
+        the bucket came just now, or knows already that it was deleted."""
+        if error.code == MAP_CHANGES or isinstance(error, NoBackendBucket) or self._seat.is_gone(node):
             return map_changes(f"{what}, and does not say now ({error.message}): try again", LOOK_S)
         if lives:
             return Unavailable(f"{what}, and does not say now ({error.message}): try again", retry_after_s=1.0)

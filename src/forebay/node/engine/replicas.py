@@ -29,7 +29,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable
-from contextlib import suppress
 from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -205,8 +204,9 @@ class Replicas:
                 if holds and self.node_id not in self._agreed().holders:
                     raise Unavailable("this node has handed its keys over. It may have been written: look first")
                 result = await act()
-            except BaseException:
-                await self._take_back(name)
+            except BaseException as error:
+                if not await self._take_back(name) and isinstance(error, ForebayError):
+                    raise _may_be_written(error) from error
                 raise
             for _ in range(TURNS):
                 if self._agreed().held == held:
@@ -225,21 +225,26 @@ class Replicas:
             await self.clear(*name)
         try:
             return await self._writes.commits.commit(change)
-        except BaseException:
-            await self._take_back(name)
+        except BaseException as error:
+            if not await self._take_back(name) and isinstance(error, ForebayError):
+                raise _may_be_written(error) from error
             raise
 
-    async def _take_back(self, name: Name) -> None:
-        """What was sent is not here: the second shall have what is. If it does not hear that now, lists tell it."""
+    async def _take_back(self, name: Name) -> bool:
+        """What was sent is not here: the second shall have what is. Whether it does; if not, lists tell it, but this
+        node may be taken over before."""
         self._compare_seconds_again(name)
         if self._store.owners.of_key(*name) is not None:
-            return  # a disk failed: what was acknowledged was there, and what was sent is all there is now
-        with suppress(ForebayError):
+            return False  # a disk failed: what was acknowledged was there, and what was sent is all there is now
+        try:
             copy = self._of_store(name)
             if copy is None:
                 await self.clear(*name)
             else:
                 await self._place(name, copy)
+        except ForebayError:
+            return False
+        return True
 
     async def clear(self, bucket: str, key: str) -> None:
         """Under the key's lock: a backend has it, or nobody shall. Nobody keeps it for this node when this returns.
@@ -621,6 +626,11 @@ class Replicas:
             raise Unavailable(
                 f"{name[0]}/{name[1]} rotted here, and node {self.node_id} alone has it: see `forebay lost`"
             )
+
+
+def _may_be_written(error: ForebayError) -> Unavailable:
+    """What is raised instead, where another node may act on what failed here."""
+    return Unavailable(f"{error.message}. It may have been written: look before you write again", retry_after_s=1.0)
 
 
 def _unheard(second: str, error: Exception) -> ForebayError:
