@@ -37,3 +37,24 @@ def test_a_newcomer_with_a_write_under_way_is_not_gone() -> None:
     town.quiet(5.0)
     assert wanted(town, "c") == "gone"
     assert newcomer.remains(town.now_s) == 0
+
+
+def test_a_node_that_is_taken_back_takes_writes_when_others_count_it_as_here() -> None:
+    town = Town()
+    for name in "ab":
+        town.start(name)
+    town.quiet(15.0)
+    town.want("b", "draining")
+    town.quiet(5.0)
+    assert wanted(town, "b") == "gone"
+    town.stop("b")
+    town.quiet(15.0)
+    town.want("b", "active")
+    back = town.start("b")
+    while not back.is_present(town.now_s):
+        assert not back.member(town.now_s)
+        assert back.nodes.get("b") is None or back.nodes["b"].was_gone
+        town.quiet(0.25)
+    town.quiet(5.0)
+    assert not town.nodes["a"].membership.nodes["b"].was_gone
+    assert back.member(town.now_s)

@@ -85,6 +85,38 @@ def test_a_full_disk_and_a_refused_job_cost_the_node_nothing() -> None:
     run(story)
 
 
+def test_a_node_that_is_taken_back_has_nothing_until_it_is_here() -> None:
+    """Others asked it for what it had once, from the wish on, and refused their clients until it answered."""
+
+    async def story(agreed: Agreed) -> None:
+        one, two = seat_of(agreed, "n1"), seat_of(agreed, "n2")
+        for seat in (one, two):
+            seat.start()
+        await until_async(lambda: state_of(one, "n2") == "active")
+        await one.want("n2", "draining")
+
+        def went() -> bool:
+            two.released(two.state().epoch)
+            return one.is_gone("n2")
+
+        await until_async(went)
+        await two.aclose()
+        await one.want("n2", "active")
+        await until_async(lambda: state_of(one, "n2") == "missing")
+        assert one.is_gone("n2")
+        again = seat_of(agreed, "n2")
+        again.start()
+        await until_async(lambda: is_member(again))
+        await until_async(lambda: not one.records["n2"].was_gone)
+        assert not one.is_gone("n2")
+        await again.aclose()
+        await until_async(lambda: "n2" not in one.alive)
+        assert not one.is_gone("n2"), "it may have acknowledged something"
+        await one.aclose()
+
+    run(story)
+
+
 def test_who_keeps_what_no_backend_has_alone_says_so() -> None:
     async def story(agreed: Agreed) -> None:
         one = seat_of(agreed, "n1")

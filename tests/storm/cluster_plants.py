@@ -14,13 +14,17 @@ from typing import Any
 
 from forebay.backends.coded.backend import CodedBackend
 from forebay.backends.coded.codec import Codec
+from forebay.backends.http.requests import Answer
+from forebay.backends.s3.writing import S3Writes
 from forebay.core.cluster.coding import Entry, Span
 from forebay.core.cluster.records import Map
 from forebay.core.errors import ForebayError
+from forebay.core.types import ObjectInfo
 from forebay.node.engine.homes import Homes
 from forebay.node.engine.slices import Situation, Slices
 
 LATE_S = 3.0
+LOOKS_AFTER_S = 0.2
 
 
 def _earlier() -> None:
@@ -126,6 +130,16 @@ def _named() -> None:
     CodedBackend.put_entry = put_entry  # type: ignore[method-assign]
 
 
+def _described() -> None:
+    """A copy that another node made fails if that does not say, a moment later, what it is."""
+
+    async def made(self: S3Writes, key: str, etag: str, answer: Answer) -> ObjectInfo:
+        await asyncio.sleep(LOOKS_AFTER_S)
+        return await self._look(key)
+
+    S3Writes._made = made  # type: ignore[method-assign]
+
+
 PLANTS: dict[str, Callable[[], None]] = {
     "earlier": _earlier,
     "everybody": _everybody,
@@ -138,6 +152,7 @@ PLANTS: dict[str, Callable[[], None]] = {
     "zeros": _zeros,
     "named": _named,
     "untidy": _untidy,
+    "described": _described,
 }
 
 

@@ -205,7 +205,7 @@ class Membership:
 
     def _takes_writes(self) -> bool:
         own = self.nodes.get(self.node)
-        return own is not None and (own.wanted == "active" or self._hands_over())
+        return own is not None and not own.was_gone and (own.wanted == "active" or self._hands_over())
 
     def remains(self, now_s: float) -> int:
         """As `member`, for what began when that was so. A node that is drained may end it: it goes when it has let go
@@ -352,7 +352,8 @@ class Membership:
         own, wish = self.nodes.get(self.node), self._record
         if own is None:
             return self._changed({NODES + self.node: wish})
-        wish = msgspec.structs.replace(wish, wanted=own.wanted)
+        is_here = self.alive.get(self.node, UNREADABLE).incarnation == self.incarnation
+        wish = msgspec.structs.replace(wish, wanted=own.wanted, was_gone=own.was_gone and not is_here)
         if own.wanted != "gone" and not self.doubled and own != wish:
             return self._changed({NODES + self.node: wish})
         return None

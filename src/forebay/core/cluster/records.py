@@ -77,6 +77,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     release: str = ""
     replaced: bool = False  # others may take over what it had, when it is silent
     hands_over: bool = False  # it says when they may, if it is drained (`Presence.aside`)
+    was_gone: bool = False  # it is wanted back, and was not here since: as before, it has nothing
 
 
 class Presence(msgspec.Struct, frozen=True):
@@ -228,7 +229,9 @@ def encoded(value: NodeRecord | Presence | Map) -> bytes:
 
 def wanted_record(record: bytes, wanted: Wanted) -> bytes:
     """The entry of a node as it stands in the store, of which its operator now wants this."""
-    return encoded(msgspec.structs.replace(msgspec.json.decode(record, type=NodeRecord), wanted=wanted))
+    before = msgspec.json.decode(record, type=NodeRecord)
+    was_gone = wanted != "gone" and (before.was_gone or before.wanted == "gone")
+    return encoded(msgspec.structs.replace(before, wanted=wanted, was_gone=was_gone))
 
 
 def _first(weights: dict[str, float], bucket: str, key: str, stripe: int = 0) -> str | None:

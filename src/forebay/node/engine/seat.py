@@ -291,10 +291,12 @@ class Seat:
         return node in self._machine.nodes
 
     def is_gone(self, node: str) -> bool:
-        """Whether a node has nothing that is only there: it was drained, or given up. Not before the map says who has
-        its keys: until then nobody takes over what others keep of it."""
+        """Whether a node has nothing that is only there: it was drained, or given up, and did not come back. Not before
+        the map says who has its keys: until then nobody takes over what others keep of it."""
         record, agreed = self._machine.nodes.get(node), self.agreed
-        return (record is None or record.wanted == "gone") and (agreed is None or node not in agreed.holders)
+        is_away = record is not None and record.was_gone and node not in self._machine.alive
+        is_gone = record is None or record.wanted == "gone" or is_away
+        return is_gone and (agreed is None or node not in agreed.holders)
 
     def kept_twice_by(self, node: str, bucket: str) -> bool:
         """Whether a node had others keep copies of a bucket, as far as it said last: it used it in no other way."""
