@@ -61,7 +61,7 @@ def test_spans_name_every_byte_of_a_range_once(
 
 
 @given(
-    st.text(st.characters(blacklist_characters='"'), max_size=40),
+    st.text(st.characters(exclude_categories=("Cs",), exclude_characters='"'), max_size=40),
     st.integers(0, 1 << 50),
     st.integers(0, 1 << 42),
     st.integers(0, 99),

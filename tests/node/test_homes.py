@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from botocore.config import Config
 from bench import servers
 from forebay.core.cluster.records import MAP, Map
 from forebay.core.placement import Members
-from forebay.meta.etcd import EtcdMeta
+from forebay.meta.etcd import Address, EtcdMeta
 from forebay.torch import Checkpointer
 from forebay.torch.checkpoint import checkpointer
 from tests.node.conftest import NodeProcess, pattern
@@ -56,23 +57,12 @@ class Cluster:
 
     def settle(self) -> None:
         self.ids = until_all_are("active", *self.nodes)
-        until(self._hold, "that all hold keys")
+        until(lambda: hold_keys(self.addresses, self.name, self.ids), "that all hold keys")
         for node in self.nodes:
             self.add_buckets(node)
         for node in self.nodes:
             until(lambda node=node: node.ask("HEAD", "/back/nothing")[0] == 404, "that its buckets are known")
         self.clients = [client(node) for node in self.nodes]
-
-    def _hold(self) -> bool:
-        seen: list[Map] = []
-
-        async def look(store: EtcdMeta) -> None:
-            entry = await store.get(MAP)
-            if entry is not None:
-                seen.append(msgspec.json.decode(entry.value, type=Map))
-
-        meta(self.addresses, self.name, look)
-        return bool(seen) and sorted(seen[0].holders) == sorted(self.ids) and seen[0].active
 
     def add_buckets(self, node: NodeProcess) -> None:
         node.json("PUT", "buckets/local", {"name": "local", "url": "local://", "write": "local", "copies": 1})
@@ -83,10 +73,27 @@ class Cluster:
 
     def key(self, home: int, bucket: str = "local", start: int = 0) -> str:
         """A key whose home is that node."""
-        nodes = self.nodes[0].json("GET", "map")["nodes"]
-        members = Members({each["node_id"]: each["weight"] for each in nodes})
-        names = (f"key-{number}" for number in range(start, start + 1000))
-        return next(name for name in names if members.first(bucket, name) == self.ids[home])
+        return next(keys_at(self.nodes[0], self.ids[home], bucket, start))
+
+
+def hold_keys(addresses: list[Address], name: str, ids: list[str]) -> bool:
+    """Whether these nodes of the cluster, and no others, hold what only nodes have."""
+    seen: list[Map] = []
+
+    async def look(store: EtcdMeta) -> None:
+        entry = await store.get(MAP)
+        if entry is not None:
+            seen.append(msgspec.json.decode(entry.value, type=Map))
+
+    meta(addresses, name, look)
+    return bool(seen) and sorted(seen[0].holders) == sorted(ids) and seen[0].active
+
+
+def keys_at(asked: NodeProcess, home: str, bucket: str = "local", start: int = 0) -> Iterator[str]:
+    """Keys whose home is that node."""
+    members = Members({each["node_id"]: each["weight"] for each in asked.json("GET", "map")["nodes"]})
+    names = (f"key-{number}" for number in range(start, start + 1000))
+    return (name for name in names if members.first(bucket, name) == home)
 
 
 def test_what_one_node_acknowledged_every_node_serves(node: Make, etcd: servers.EtcdCluster, tmp_path: Path) -> None:
@@ -368,10 +375,12 @@ def test_what_a_home_cannot_answer_is_said_of_the_home_and_not_of_a_backend(node
         at = url(single.addresses, "words")
         asked = node(*flags(tmp_path, at, 300.0))
         other = node(*flags(tmp_path, at, 300.0))
-        _, id_of_other = until_all_are("active", asked, other)
+        ids = until_all_are("active", asked, other)
+        id_of_other = ids[1]
+        until(lambda: hold_keys(single.addresses, "words", ids), "that both hold keys")
         for each in (asked, other):
             each.json("PUT", "buckets/local", {"name": "local", "url": "local://", "write": "local", "copies": 1})
-        keys = [f"key-{number}" for number in range(6)]
+        keys = [key for home in ids for key in islice(keys_at(asked, home), 3)]
         for key in keys:
             until(lambda key=key: asked.ask("PUT", f"/local/{key}", body=b"bytes")[0] == 200)
         single.members[0].kill()

@@ -53,7 +53,7 @@ class User(threading.Thread):
     def _try(self, act: Callable[[str], None], key: str) -> None:
         try:
             act(key)
-        except botocore.exceptions.ClientError as error:
+        except (botocore.exceptions.ClientError, botocore.exceptions.BotoCoreError) as error:
             self.failed.append(f"{act.__name__} {self._bucket}/{key}: {error}")
             self._has.pop(key, None)
 

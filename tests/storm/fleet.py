@@ -138,10 +138,12 @@ class Fleet:
     # --- disks -------------------------------------------------------------------------------------------------------
     def _make_disks(self, host: str) -> list[Path]:
         """Two disks of a host, of which one may fail: what nodes keep twice survives that."""
-        found = self.disks[host] = [self.box.dir / f"{host}-disk-{number}" for number in range(2)]
+        found = [self.box.dir / f"{host}-disk-{number}" for number in range(2)]
+        self.disks[host] = list(found)
         for path in found:
             path.mkdir()
-            mount_disk(path, DISK_BYTES)
+            if mount_disk(path, DISK_BYTES):
+                self.disks[host] = []  # it is memory, which does not fail
             self._disks.callback(subprocess.run, ["umount", "--lazy", str(path)], check=False, capture_output=True)
         return found
 
@@ -149,6 +151,13 @@ class Fleet:
         """An empty disk in its place, which the node takes at its next start."""
         subprocess.run(["umount", "--lazy", str(path)], check=True)
         mount_disk(path, DISK_BYTES)
+
+    def remove(self, node: Node) -> None:
+        """End its machine, and give its disks back."""
+        host = self.cluster.hosts[self.cluster.nodes.index(node)]
+        self.cluster.remove(node)
+        for path in self.disks.pop(host.name, []):
+            subprocess.run(["umount", "--lazy", str(path)], check=True)
 
     def close(self) -> None:
         """Give the disks back; the box ends all else."""
@@ -509,7 +518,7 @@ def drained(fleet: Fleet, chance: random.Random) -> Iterator[None]:
     if fleet.state_of(node) == "gone":
         fleet.open_nodes = [each for each in fleet.cluster.nodes if each is not node]
         last_s(chance, 0.0, 1.0)
-        fleet.cluster.remove(node)
+        fleet.remove(node)
     else:
         fleet.wish(node, "active")
 
@@ -531,7 +540,7 @@ def lost(fleet: Fleet, chance: random.Random) -> Iterator[None]:
         host.kill()
     until(lambda: not fleet.on_its_way(), "what they had sent has arrived")
     for node, _ in gone:
-        fleet.cluster.remove(node)
+        fleet.remove(node)
     yield
     last_s(chance, *chance.choice([(0.0, 1.0), (LEASE_S, 2 * LEASE_S)]))
     for node, _ in gone:
