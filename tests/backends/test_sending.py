@@ -190,6 +190,8 @@ def test_what_no_request_may_carry_is_not_begun() -> None:
         (answer("501 Not Implemented", b"<Code>NotImplemented</Code>"), NotSupported),
         (answer("503 Slow Down", b"<Code>SlowDown</Code>"), Busy),
         (answer("503 Service Unavailable", b"<Code>ServiceUnavailable</Code>"), Unavailable),
+        (answer("503 Service Unavailable"), Unavailable),  # of a proxy that had no answer: it may have been done
+        (answer("503 Service Unavailable", b"upstream connect error or disconnect"), Unavailable),
         (answer("500 Internal Server Error"), Unavailable),
         (answer("403 Forbidden"), Denied),
         (b"", Unavailable),

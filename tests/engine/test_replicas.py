@@ -151,6 +151,49 @@ def test_a_write_that_fails_here_is_refused_only_if_the_other_node_has_forgotten
     rigged(story)
 
 
+def test_what_cannot_be_sent_now_is_not_cleared_at_the_other_node(
+    rigged: Rigged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a write that is durable here and not in view yet: the other node has all that is left of the key."""
+
+    async def story(rig: Rig) -> None:
+        replicas, other = beside_another(rig)
+        writes = rig.engine.writes
+        await rig.engine.buckets.put(Bucket("own", LOCAL_URL, write="local", copies=2))
+        await writes.put(PutCall("own", "key", 5, body=b"bytes"))
+
+        async def refuse(change: Any) -> None:
+            raise Unavailable("the index is full. It may have been written")
+
+        monkeypatch.setattr(writes.commits, "commit", refuse)
+        monkeypatch.setattr(replicas, "_of_store", lambda name: None)
+        with pytest.raises(Unavailable, match="may have been written"):
+            await writes.put(PutCall("own", "key", 5, body=b"other"))
+        assert other.kept["key"][1] == b"other"
+
+    rigged(story)
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_a_delete_of_what_is_not_here_is_one_at_the_other_node(rigged: Rigged, is_heard: bool) -> None:
+    """A write that failed here may have left a copy there, which would return if this node were lost."""
+
+    async def story(rig: Rig) -> None:
+        _, other = beside_another(rig)
+        await rig.engine.buckets.put(Bucket("own", LOCAL_URL, write="local", copies=2))
+        await rig.engine.writes.put(PutCall("own", "other", 5, body=b"bytes"))
+        other.kept["key"] = other.kept["other"]
+        other.is_silent = not is_heard
+        if is_heard:
+            await rig.engine.writes.delete(DeleteCall("own", "key"))
+            assert set(other.kept) == {"other"}
+        else:
+            with pytest.raises(Unavailable):
+                await rig.engine.writes.delete(DeleteCall("own", "key"))
+
+    rigged(story)
+
+
 @pytest.mark.parametrize("by_another_map", [True, False])
 def test_a_delete_waits_for_a_node_that_goes_by_another_map_for_a_moment(rigged: Rigged, by_another_map: bool) -> None:
     """And for none that is away: a flush clears, too, and all flushes would wait for the keys of that one."""

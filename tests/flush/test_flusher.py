@@ -42,6 +42,22 @@ def test_what_was_written_reaches_the_backend_and_is_clean_then(story):
     story(tell)
 
 
+def test_what_comes_into_view_later_replaces_what_the_key_owed_before(story):
+    """The disk was full when it was durable already; the flush of the earlier one failed for ever."""
+
+    async def tell(node: Node) -> None:
+        node.remote.open.clear()
+        await node.write("a", b"first")
+        await node.write("a", b"second", tell=False)
+        for owed in node.shelf.owed():
+            node.flusher.take_up(owed)
+        node.remote.open.set()
+        await node.settle()
+        assert node.remote.data("a") == b"second"
+
+    story(tell)
+
+
 def test_checksum_headers_of_the_client_stay_here(story):
     async def tell(node: Node) -> None:
         await node.write("a", b"x", (("x-amz-checksum-crc32", "AAAAAA=="), ("content-type", "a/b")))

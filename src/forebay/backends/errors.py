@@ -133,12 +133,23 @@ def wait_s(said: str, date: str) -> float:
     return min(max(ahead_s, 0.0), limits.RETRY_AFTER_MAX_S)
 
 
-def from_status(status: int, body: str, what: str, headers: Mapping[str, str] | None = None) -> ForebayError:
-    """The kind that an HTTP answer stands for; `body` is its text, `headers` have lower-case names where known."""
+def from_status(
+    status: int, body: str, what: str, headers: Mapping[str, str] | None = None, *, wrote: bool = False
+) -> ForebayError:
+    """The kind that an HTTP answer stands for; `body` is its text, `headers` have lower-case names where known.
+    `wrote`: it answers a write. Then a 503 that no service's own code explains is no `Busy`, which says that nothing
+    was done: proxies send it when the answer from behind did not come."""
     failed = _kind_of(status, body, what)
+    if wrote and status == 503 and isinstance(failed, Busy) and not _says_busy(body):
+        failed = Unavailable(failed.message)
     if headers and failed.retry != "never":
         failed.retry_after_s = wait_s(headers.get("retry-after", ""), headers.get("date", ""))
     return failed
+
+
+def _says_busy(body: str) -> bool:
+    found = _CODE.search(body)
+    return found is not None and found[1] in _BUSY_CODES
 
 
 def said_of_node(failed: ForebayError, node: str) -> None:

@@ -31,7 +31,8 @@ from forebay.backends.seam import Backend, Body
 from forebay.core import limits
 from forebay.core.errors import Closed, ForebayError, NoBackendBucket, NotFound, Unavailable
 from forebay.core.machines.sent_bodies import Ours, Whose, judge
-from forebay.core.types import ObjectInfo
+from forebay.core.s3rules.keeping import without_keeping
+from forebay.core.types import Headers, ObjectInfo
 
 
 class Unheard(Unavailable):
@@ -126,10 +127,15 @@ async def put(backend: Backend, key: str, body: Body, error: Unavailable, since_
     raise error
 
 
-async def put_in_silence(backend: Backend, key: str, body: Body, error: Unavailable) -> ObjectInfo:
-    """After a put without a condition to which no answer came at all: only what is known at a glance counts."""
+async def put_in_silence(
+    backend: Backend, key: str, body: Body, headers: Headers, error: Unavailable, since_s: float
+) -> ObjectInfo:
+    """After a put without a condition or tags that began at `since_s` and had no answer that says what became of it:
+    only what is known at a glance counts. An object with the same bytes may have been there before."""
     seen = await _looked(backend, key, error) if body.md5 else None
     if seen is None or judge(seen, Ours(body.size_bytes, body.md5)) is not Whose.THIS:
+        raise error
+    if not set(without_keeping(headers)) <= set(seen.headers) or _is_older(seen, since_s):
         raise error
     return seen
 
@@ -190,8 +196,12 @@ async def delete(backend: Backend, key: str, error: Unheard, since_s: float) -> 
 
 def _check_age(seen: ObjectInfo, error: ForebayError, since_s: float) -> None:
     """Raise the refusal if what is there was there before."""
-    if isinstance(error, Unheard) and 0 < seen.modified_s < since_s - limits.CLOCK_SKEW_MAX_S:
+    if isinstance(error, Unheard) and _is_older(seen, since_s):
         raise error.refusal
+
+
+def _is_older(seen: ObjectInfo, since_s: float) -> bool:
+    return 0 < seen.modified_s < since_s - limits.CLOCK_SKEW_MAX_S
 
 
 async def _looked(backend: Backend, key: str, error: ForebayError) -> ObjectInfo | None:

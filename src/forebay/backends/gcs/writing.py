@@ -188,7 +188,7 @@ class GoogleWrites(S3Writes):
 
     def _refused(self, answer: Answer, what: str, expect: str | None) -> Exception:
         text = answer.body.decode(errors="replace")
-        failed = errors.from_status(answer.status, text, what, answer.headers)
+        failed = errors.from_status(answer.status, text, what, answer.headers, wrote=True)
         if isinstance(failed, NotFound):
             return errors.changed(what) if expect else errors.no_such_bucket(self._wire.url)
         if isinstance(failed, Precondition) and expect == "":

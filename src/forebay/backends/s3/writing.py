@@ -356,7 +356,7 @@ def payload_signed(body: Body) -> dict[str, str]:
 def refused(answer: Answer, what: str, expect: str | None) -> Exception:
     """The error that an answer to a write stands for. With a condition, what is gone is another version too."""
     text = answer.body.decode(errors="replace")
-    failed = errors.from_status(answer.status, text, what, answer.headers)
+    failed = errors.from_status(answer.status, text, what, answer.headers, wrote=True)
     if isinstance(failed, NotFound) and expect and failed.code == "NoSuchKey":
         return errors.changed(what)
     if isinstance(failed, Precondition) and expect == "":

@@ -152,9 +152,10 @@ class Retrying:
         except Unheard as error:
             return await lost_answers.put(self, key, body, error, since_s)
         except Unavailable as error:
-            if sending.over or expect is not None:  # the same bytes may be another writer's, whose condition held
+            # The same bytes may be another writer's, whose condition held; or a node says that it could not keep these.
+            if sending.over or expect is not None or self._once or tags:
                 raise
-            return await lost_answers.put_in_silence(self, key, body, error)
+            return await lost_answers.put_in_silence(self, key, body, headers, error, since_s)
 
     async def delete(self, key: str, *, expect: str | None = None) -> None:
         since_s = self._clock.wall_s()

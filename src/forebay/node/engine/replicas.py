@@ -238,10 +238,12 @@ class Replicas:
             return False  # a disk failed: what was acknowledged was there, and what was sent is all there is now
         try:
             copy = self._of_store(name)
-            if copy is None:
-                await self.clear(*name)
-            else:
+            if copy is not None:
                 await self._place(name, copy)
+            elif self._is_owned(*name):
+                return False  # it cannot be sent now, and the second has something of the key
+            else:
+                await self.clear(*name)
         except ForebayError:
             return False
         return True

@@ -236,9 +236,9 @@ class Flusher:
         self._lingering: dict[int, asyncio.TimerHandle] = {}
 
     def take_up(self, owed: Owed) -> None:
-        """Add a debt from before the start; it may have been sent already. Nothing happens if the key owes something
-        here."""
-        if self.find(owed.bucket, owed.key) is None:
+        """Add a debt from before the start; it may have been sent already. Nothing happens if the key owes the same, or
+        something later."""
+        if (known := self.find(owed.bucket, owed.key)) is None or known.seq < owed.note.seq:
             self.add(owed, left=True)
 
     # --- what is owed ------------------------------------------------------------------------------------------------

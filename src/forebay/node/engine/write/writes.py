@@ -518,6 +518,8 @@ class Writes:
         record = self._store.lookup(bucket.name, key)
         lost = self._store.lost_of(bucket.name, key) is not None
         if record is None and not lost and (bucket.write == "local" or (before is not None and before.is_delete)):
+            if bucket.write == "local" and self.replicas is not None:  # a write that failed may be at another node
+                await self.replicas.clear(bucket.name, key)
             return
         note = None
         if bucket.write == "back":

@@ -436,7 +436,7 @@ class Puts:
 
     def _not_shown(self, volume: Volume, step: _Step) -> None:
         """The index could not take it. A durable change comes into view later; any other is undone."""
-        if volume.state == "out":
+        if volume.state == "out" or step.durable or step.forget:
             why = f"volume {volume.path} failed ({volume.reason})"
             step.error = Unavailable(f"{why}. It may have been written: look before you write it again")
         else:
