@@ -11,7 +11,7 @@ from tests.sim.test_stories import told
 
 SEEDS_MAX = 250
 # Worlds that find bugs that few meet; where the product has changed since, a later one does.
-FIRST = {"anew": 7_000_585, "fence": 31, "floors": 71, "replaced": 100}
+FIRST = {"fence": 31, "floors": 71, "replaced": 100}
 
 
 def test_a_seed_is_the_same_world_whatever_the_hash_seed() -> None:

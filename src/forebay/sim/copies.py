@@ -45,7 +45,6 @@ class Copies(Cluster):
     """One world; `run` is its story. It raises what it finds."""
 
     _clears_first = True  # a copy, before it forgets what it owed
-    _compares_anew = True  # with the seconds of what was taken over
     _says_lost = True  # that its copies are gone
 
     def __init__(self, seed: int, echo: Callable[[str], object] | None = None) -> None:
@@ -166,7 +165,7 @@ class Copies(Cluster):
             self._tell(process.incarnation, f"takes over {name[1]} {body.label}")
             tried = body.tried | {body.label}
             ledgers.disk.owed[name] = body._replace(version=ledgers.disk.draw(), tried=tried)
-            if (agreed := process.membership.map) is not None and self._compares_anew:
+            if (agreed := process.membership.map) is not None:
                 for second in ledgers.sent.seconds(agreed, name):
                     ledgers.sent.failed(second)
 

@@ -161,13 +161,7 @@ def _third() -> list[Patch]:
     return [(Sent, "seconds", lambda self, agreed, name: agreed.seconds(self.node, *name))]
 
 
-def _anew() -> list[Patch]:
-    """Lists that were compared before something was taken over count for that, too."""
-    return [(Copies, "_compares_anew", False)]
-
-
 PLANTS: Plants = {
-    "anew": _anew,
     "aside": _aside,
     "astray": _astray,
     "clear-first": _clear_first,
