@@ -15,7 +15,7 @@ from forebay.backends.stack import open_node
 from forebay.backends.wrap.counting import BackendCounters
 from forebay.backends.wrap.retrying import Retrying
 from forebay.core.errors import Unavailable
-from forebay.core.types import Bucket, ObjectInfo
+from forebay.core.types import Bucket, Headers, ObjectInfo
 from forebay.ports import chance, clock
 from tests.backends.backend_places import run
 from tests.backends.scripted_http import Asked, ScriptedServer, answer
@@ -101,16 +101,25 @@ async def at_once(_: float) -> None:
     """No pause."""
 
 
-async def put_in_silence(bucket: Backend, tags: str = "") -> ObjectInfo:
+async def put_in_silence(bucket: Backend, headers: Headers = RED, tags: str = "") -> ObjectInfo:
     retrying = Retrying(bucket, clock.system, chance.system, BackendCounters(), sleep=at_once)
-    return await retrying.put("key", Body(len(BODY), BODY, md5=MD5), headers=RED, tags=tags)
+    return await retrying.put("key", Body(len(BODY), BODY, md5=MD5), headers=headers, tags=tags)
 
 
 @pytest.mark.parametrize(
-    ("color", "age_s", "tags", "is_ours"),
-    [("red", 0, "", True), ("blue", 0, "", False), ("red", 3600, "", False), ("red", 0, "a=b", False)],
+    ("color", "age_s", "headers", "tags", "is_ours"),
+    [
+        ("red", 0, RED, "", True),
+        ("blue", 0, RED, "", False),
+        ("red", 0, (), "", False),
+        ("red", 3600, RED, "", False),
+        ("red", 0, RED, "a=b", False),
+        ("red", 0, (*RED, ("x-amz-server-side-encryption", "aws:kms")), "", False),
+    ],
 )
-def test_bytes_that_were_there_before_are_no_answer(color: str, age_s: int, tags: str, is_ours: bool) -> None:
+def test_bytes_that_were_there_before_are_no_answer(
+    color: str, age_s: int, headers: Headers, tags: str, is_ours: bool
+) -> None:
     """A put of what is there already, with other headers or tags, counted as done though every attempt had failed."""
 
     def script(asked: Asked) -> bytes:
@@ -125,10 +134,10 @@ def test_bytes_that_were_there_before_are_no_answer(color: str, age_s: int, tags
         with ScriptedServer(script) as server:
             bucket = backend(server, "s3")
             if is_ours:
-                assert (await put_in_silence(bucket, tags)).etag == MD5
+                assert (await put_in_silence(bucket, headers, tags)).etag == MD5
             else:
                 with pytest.raises(Unavailable):
-                    await put_in_silence(bucket, tags)
+                    await put_in_silence(bucket, headers, tags)
             await bucket.aclose()
 
     run(story())

@@ -56,5 +56,10 @@ def test_a_node_that_is_taken_back_takes_writes_when_others_count_it_as_here() -
         assert back.nodes.get("b") is None or back.nodes["b"].was_gone
         town.quiet(0.25)
     town.quiet(5.0)
+    assert back.member(town.now_s)
+    known = back.nodes["b"]
+    back.nodes["b"] = msgspec.structs.replace(known, was_gone=True)
+    assert not back.member(town.now_s), "others may take it for gone if it is lost now"
+    back.nodes["b"] = known
     assert not town.nodes["a"].membership.nodes["b"].was_gone
     assert back.member(town.now_s)

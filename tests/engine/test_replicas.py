@@ -174,6 +174,23 @@ def test_what_cannot_be_sent_now_is_not_cleared_at_the_other_node(
     rigged(story)
 
 
+def test_a_delete_of_what_is_deleted_is_told_to_the_other_node(rigged: Rigged) -> None:
+    """A write in between may have failed here, and be there."""
+
+    async def story(rig: Rig) -> None:
+        _, other = beside_another(rig)
+        rig.remote.down = Unavailable("it is away")  # what is owed stays owed
+        await rig.engine.buckets.put(Bucket("remote", "memory://remote", write="back", copies=2))
+        await put(rig, "key", b"bytes")
+        await rig.engine.writes.delete(DeleteCall("remote", "key"))
+        assert other.kept["key"][0].is_delete
+        other.kept["key"] = msgspec.structs.replace(other.kept["key"][0], is_delete=False), b"failed"
+        await rig.engine.writes.delete(DeleteCall("remote", "key"))
+        assert other.kept["key"][0].is_delete
+
+    rigged(story)
+
+
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_a_delete_of_what_is_not_here_is_one_at_the_other_node(rigged: Rigged, is_heard: bool) -> None:
     """A write that failed here may have left a copy there, which would return if this node were lost."""

@@ -39,7 +39,7 @@ def seat_of(agreed: Agreed, node: str, memory: MemoryMeta | None = None, owes: i
         memory or MemoryMeta(Agreed()),
         Remembered("ours"),
         node,
-        NodeRecord(f"http://{node}:9400", 1.0),
+        NodeRecord(f"http://{node}:9400", 1.0, hands_over=True),
         lease_s=10.0,
         place="here",
         clock=clock.boottime,
@@ -91,6 +91,7 @@ def test_a_node_that_is_taken_back_has_nothing_until_it_is_here() -> None:
     async def story(agreed: Agreed) -> None:
         one, two = seat_of(agreed, "n1"), seat_of(agreed, "n2")
         for seat in (one, two):
+            seat.keeps([Bucket("own", LOCAL_URL, write="local")])
             seat.start()
         await until_async(lambda: state_of(one, "n2") == "active")
         await one.want("n2", "draining")
@@ -101,11 +102,17 @@ def test_a_node_that_is_taken_back_has_nothing_until_it_is_here() -> None:
 
         await until_async(went)
         await two.aclose()
+        local = Bucket("own", LOCAL_URL, write="local", copies=2)
+        one.keeps([local])
+        await until_async(lambda: not one.unfit(local))
         await one.want("n2", "active")
         await until_async(lambda: state_of(one, "n2") == "missing")
         assert one.is_gone("n2")
+        assert not one.unfit(local), "how n2 kept it once counts no more"
         again = seat_of(agreed, "n2")
+        again.keeps([local])
         again.start()
+        assert await again.is_second(0.0), "others may have acted on what it has"
         await until_async(lambda: is_member(again))
         await until_async(lambda: not one.records["n2"].was_gone)
         assert not one.is_gone("n2")

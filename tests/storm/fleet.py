@@ -99,7 +99,8 @@ class Fleet:
             (box.dir / "sitecustomize.py").write_text(PREPARING)
             environment = {"PYTHONPATH": f"{box.dir}:{REPOSITORY / 'src'}:{REPOSITORY}", "FOREBAY_PLANT": plant}
         self._disks = contextlib.ExitStack()
-        self.disks: dict[str, list[Path]] = {}  # of each host
+        self._mounts: dict[str, list[Path]] = {}  # of each host
+        self.disks: dict[str, list[Path]] = {}  # those that can fail
         self.cluster = Cluster(
             box,
             NODES_MIN,
@@ -138,7 +139,7 @@ class Fleet:
     # --- disks -------------------------------------------------------------------------------------------------------
     def _make_disks(self, host: str) -> list[Path]:
         """Two disks of a host, of which one may fail: what nodes keep twice survives that."""
-        found = [self.box.dir / f"{host}-disk-{number}" for number in range(2)]
+        found = self._mounts[host] = [self.box.dir / f"{host}-disk-{number}" for number in range(2)]
         self.disks[host] = list(found)
         for path in found:
             path.mkdir()
@@ -156,8 +157,9 @@ class Fleet:
         """End its machine, and give its disks back."""
         host = self.cluster.hosts[self.cluster.nodes.index(node)]
         self.cluster.remove(node)
-        for path in self.disks.pop(host.name, []):
+        for path in self._mounts.pop(host.name, []):
             subprocess.run(["umount", "--lazy", str(path)], check=True)
+            path.with_suffix(".img").unlink(missing_ok=True)
 
     def close(self) -> None:
         """Give the disks back; the box ends all else."""

@@ -141,7 +141,7 @@ def from_status(
     was done: proxies send it when the answer from behind did not come."""
     failed = _kind_of(status, body, what)
     if wrote and status == 503 and isinstance(failed, Busy) and not _says_busy(body):
-        failed = Unavailable(failed.message)
+        failed = Unavailable(f"{what}: the backend could not answer, and may have done it ({_quote(body)}): look first")
     if headers and failed.retry != "never":
         failed.retry_after_s = wait_s(headers.get("retry-after", ""), headers.get("date", ""))
     return failed

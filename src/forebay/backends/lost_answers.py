@@ -131,13 +131,20 @@ async def put_in_silence(
     backend: Backend, key: str, body: Body, headers: Headers, error: Unavailable, since_s: float
 ) -> ObjectInfo:
     """After a put without a condition or tags that began at `since_s` and had no answer that says what became of it:
-    only what is known at a glance counts. An object with the same bytes may have been there before."""
-    seen = await _looked(backend, key, error) if body.md5 else None
+    only what is known at a glance counts. An object with the same bytes may have been there before, so it has to have
+    the same headers; how it is kept not every answer says."""
+    is_told = bool(body.md5) and without_keeping(headers) == headers
+    seen = await _looked(backend, key, error) if is_told else None
     if seen is None or judge(seen, Ours(body.size_bytes, body.md5)) is not Whose.THIS:
         raise error
-    if not set(without_keeping(headers)) <= set(seen.headers) or _is_older(seen, since_s):
+    is_same = set(headers) <= set(seen.headers) and _metadata(headers) == _metadata(seen.headers)
+    if not is_same or _is_older(seen, since_s):
         raise error
     return seen
+
+
+def _metadata(headers: Headers) -> set[tuple[str, str]]:
+    return {each for each in headers if each[0].startswith("x-amz-meta-")}
 
 
 async def complete(

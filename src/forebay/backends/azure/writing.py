@@ -10,8 +10,9 @@ the foreign blocks are gone.
 
 Copy Blob makes a copy at once within an account. It cannot change headers, and raises `NotSupported` for that.
 
-Invariants. (1) One request per method, except for a slow copy and for a refused completion, which checks whether it
-had succeeded before. (2) A token names its block and the block's size.
+Invariants. (1) One request per method, except for a copy, which is looked at, and for a refused completion, which
+checks whether it had succeeded before. (2) A token names its block and the block's size. (3) No error of a look that
+follows a copy leaves as one of the copy, which was done.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ put looks at the object afterwards and checks that it is the generation that the
 Uploads use the XML API, which is S3's with other names (`s3/writing.py`). Completion takes no condition: the object is
 checked just before, and another writer's object that appears in between is overwritten.
 
-Invariants. (1) Only the generation that we made is called ours. (2) Nothing is retried here.
+Invariants. (1) Only the generation that we made is called ours. (2) Nothing is retried here. (3) No error of a look
+that follows a write leaves as one of the write, which was done.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class GoogleWrites(S3Writes):
         if answer.status == 404:
             return None
         if answer.status != 200:
-            raise self._refused(answer, what, None)
+            raise errors.from_status(answer.status, "", what, answer.headers)
         etag, date = answer.headers.get("etag", ""), answer.headers.get("last-modified", "")
         modified_s = parsedate_to_datetime(date).timestamp() if date else 0.0
         size = int(answer.headers.get("content-length", 0))

@@ -167,7 +167,7 @@ class PeersFirst(Counting):
                 return PeerFetch(self, peer.node, fetch, info)
             await fetch.aclose()
         except (NotFound, Precondition, Invalid):
-            pass  # it has another version or none, or does not know the bucket
+            pass  # it has another version or none
         except (ForebayError, TimeoutError) as error:
             self.failed(peer.node, error)
         return None

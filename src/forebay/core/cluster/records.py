@@ -77,7 +77,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     release: str = ""
     replaced: bool = False  # others may take over what it had, when it is silent
     hands_over: bool = False  # it says when they may, if it is drained (`Presence.aside`)
-    was_gone: bool = False  # it is wanted back, and was not here since: as before, it has nothing
+    was_gone: bool = False  # it is wanted back, and was not here since: it counts as gone until it is
 
 
 class Presence(msgspec.Struct, frozen=True):
@@ -231,6 +231,7 @@ def wanted_record(record: bytes, wanted: Wanted) -> bytes:
     """The entry of a node as it stands in the store, of which its operator now wants this."""
     before = msgspec.json.decode(record, type=NodeRecord)
     was_gone = wanted != "gone" and (before.was_gone or before.wanted == "gone")
+    was_gone &= before.hands_over  # else it is of a release that would not take it out again
     return encoded(msgspec.structs.replace(before, wanted=wanted, was_gone=was_gone))
 
 

@@ -240,8 +240,8 @@ class Replicas:
             copy = self._of_store(name)
             if copy is not None:
                 await self._place(name, copy)
-            elif self._is_owned(*name):
-                return False  # it cannot be sent now, and the second has something of the key
+            elif self._is_owned(*name) or owned.entry_at(self._store.home(*name), *name) is not None:
+                return False  # it cannot be sent now, or is durable and not in view; and the second has something of it
             else:
                 await self.clear(*name)
         except ForebayError:
@@ -632,6 +632,8 @@ class Replicas:
 
 def _may_be_written(error: ForebayError) -> Unavailable:
     """What is raised instead, where another node may act on what failed here."""
+    if "may have been written" in error.message:
+        return Unavailable(error.message, retry_after_s=1.0)
     return Unavailable(f"{error.message}. It may have been written: look before you write again", retry_after_s=1.0)
 
 

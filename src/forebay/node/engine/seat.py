@@ -282,6 +282,7 @@ class Seat:
         """Told for the first time, or again: note when this node was given up, or forgotten, with what it has."""
         own = self._machine.nodes.get(self._machine.node)
         came_back = before is not None and before.wanted == "gone" and own is not None and own.wanted != "gone"
+        came_back |= own is not None and own.was_gone  # it was wanted back before it started
         if came_back or (not self._heard.is_set() and self._was_in and own is None):
             self._outlived_s = self._clock.wall_s()
         self._heard.set()
@@ -294,9 +295,11 @@ class Seat:
         """Whether a node has nothing that is only there: it was drained, or given up, and did not come back. Not before
         the map says who has its keys: until then nobody takes over what others keep of it."""
         record, agreed = self._machine.nodes.get(node), self.agreed
-        is_away = record is not None and record.was_gone and node not in self._machine.alive
-        is_gone = record is None or record.wanted == "gone" or is_away
-        return is_gone and (agreed is None or node not in agreed.holders)
+        return (record is None or self._is_away(node, record)) and (agreed is None or node not in agreed.holders)
+
+    def _is_away(self, node: str, record: NodeRecord) -> bool:
+        """Whether it is gone, or was and is not back."""
+        return record.wanted == "gone" or (record.was_gone and node not in self._machine.alive)
 
     def kept_twice_by(self, node: str, bucket: str) -> bool:
         """Whether a node had others keep copies of a bucket, as far as it said last: it used it in no other way."""
@@ -349,7 +352,7 @@ class Seat:
         machine, how = self._machine, kept_how(bucket)
         for node, record in machine.nodes.items():
             theirs = record.buckets.get(bucket.name, how)
-            if theirs != how and node != machine.node and record.wanted != "gone":
+            if theirs != how and node != machine.node and not self._is_away(node, record):
                 return (
                     f"bucket {bucket.name} is {how} here, and {theirs} at node {node}: make them the same with "
                     "`forebay bucket set`, or `forebay bucket rm` and `add`"

@@ -74,7 +74,8 @@ class Commits:
         self._idle.set()
 
     async def commit(self, change: Change) -> Record | None:
-        """Perform the change; return the record (None for a delete). If it raises, nothing changed."""
+        """Perform the change; return the record (None for a delete). If it raises, nothing changed, unless that says
+        that it may have been written."""
         done: asyncio.Future[Record | None] = asyncio.get_running_loop().create_future()
         self.begin(change, functools.partial(resolve, done))
         return await done

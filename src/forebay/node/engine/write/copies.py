@@ -391,7 +391,7 @@ class Copies:
                         raise _SourceChanged(error) from error
                     raise
                 await self._writes.drop(call.bucket, call.key)
-        return Written(seen.etag, seen.version, seen.size_bytes, seen.modified_s)
+        return Written(seen.etag, seen.version, info.size_bytes, seen.modified_s)
 
     async def _draw(
         self,

@@ -517,9 +517,12 @@ class Writes:
         before = self._owes.find(bucket.name, key)
         record = self._store.lookup(bucket.name, key)
         lost = self._store.lost_of(bucket.name, key) is not None
-        if record is None and not lost and (bucket.write == "local" or (before is not None and before.is_delete)):
-            if bucket.write == "local" and self.replicas is not None:  # a write that failed may be at another node
+        twice = self.replicas is not None and self.replicas.keeps_twice(bucket.name)
+        if record is None and not lost and bucket.write == "local":
+            if twice and self.replicas is not None:  # what a write brought there that failed here
                 await self.replicas.clear(bucket.name, key)
+            return
+        if record is None and not lost and before is not None and before.is_delete and not twice:
             return
         note = None
         if bucket.write == "back":

@@ -16,7 +16,8 @@ Rejected: copying the body into place (the temp file is on the volume already); 
 index cannot take it (it is true: it comes into view when the volume has room again, or at the next start).
 
 Invariants. (1) `make_durable` returns with each durable change on the disk, or with its error and nothing of it left.
-(2) A failed change leaves the key as it was. (3) From `prepare` to `publish` no sweep touches the change's file.
+(2) A failed change leaves the key as it was, unless it says that it may have been written. (3) From `prepare` to
+`publish` no sweep touches the change's file.
 """
 
 from __future__ import annotations
@@ -437,7 +438,8 @@ class Puts:
     def _not_shown(self, volume: Volume, step: _Step) -> None:
         """The index could not take it. A durable change comes into view later; any other is undone."""
         if volume.state == "out" or step.durable or step.forget:
-            why = f"volume {volume.path} failed ({volume.reason})"
+            what = f"failed ({volume.reason})" if volume.state == "out" else "has no room for what it shows"
+            why = f"volume {volume.path} {what}"
             step.error = Unavailable(f"{why}. It may have been written: look before you write it again")
         else:
             step.error = no_room(volume, f"the index of volume {volume.path} could not be written")
