@@ -15,10 +15,10 @@ from typing import Any
 from forebay.backends.coded.backend import CodedBackend
 from forebay.backends.coded.codec import Codec
 from forebay.backends.http.requests import Answer
-from forebay.backends.s3.writing import S3Writes
+from forebay.backends.s3.writing import S3Writes, described
 from forebay.core.cluster.coding import Entry, Span
 from forebay.core.cluster.records import Map
-from forebay.core.errors import ForebayError
+from forebay.core.errors import ForebayError, NotFound
 from forebay.core.types import ObjectInfo
 from forebay.node.engine.homes import Homes
 from forebay.node.engine.slices import Situation, Slices
@@ -135,7 +135,10 @@ def _described() -> None:
 
     async def made(self: S3Writes, key: str, etag: str, answer: Answer) -> ObjectInfo:
         await asyncio.sleep(LOOKS_AFTER_S)
-        return await self._look(key)
+        try:
+            return await self._look(key)
+        except NotFound:
+            return described(key, 0, answer, ())
 
     S3Writes._made = made  # type: ignore[method-assign]
 
