@@ -139,17 +139,10 @@ def from_status(
     """The kind that an HTTP answer stands for; `body` is its text, `headers` have lower-case names where known.
     `wrote`: it answers a write. Then a 503 that no service's own code explains is no `Busy`, which says that nothing
     was done: proxies send it when the answer from behind did not come."""
-    failed = _kind_of(status, body, what)
-    if wrote and status == 503 and isinstance(failed, Busy) and not _says_busy(body):
-        failed = Unavailable(f"{what}: the backend could not answer, and may have done it ({_quote(body)}): look first")
+    failed = _kind_of(status, body, what, wrote)
     if headers and failed.retry != "never":
         failed.retry_after_s = wait_s(headers.get("retry-after", ""), headers.get("date", ""))
     return failed
-
-
-def _says_busy(body: str) -> bool:
-    found = _CODE.search(body)
-    return found is not None and found[1] in _BUSY_CODES
 
 
 def said_of_node(failed: ForebayError, node: str) -> None:
@@ -163,13 +156,14 @@ def said_of_node(failed: ForebayError, node: str) -> None:
     failed.message = text if node in text else f"{node} cannot be asked: {text}"
 
 
-def _kind_of(status: int, body: str, what: str) -> ForebayError:
+def _kind_of(status: int, body: str, what: str, wrote: bool) -> ForebayError:
     code_found = _CODE.search(body)
     code = code_found[1] if code_found else ""
     said = f"HTTP {status} {code}: {_quote(body)}"
     if status == AGAIN_STATUS:
         return map_changes(f"{what}: the backend does not act on it now ({said}): try again", retry_after_s=0.25)
-    if status == 503 and code == "ServiceUnavailable":  # of a node too, that cannot say whether it was done
+    # The code is a node's too, that cannot say whether it was done.
+    if status == 503 and (code == "ServiceUnavailable" or (wrote and code not in _BUSY_CODES)):
         return Unavailable(f"{what}: the backend could not answer ({said}): try again later")
     if status in (429, 503) or code in _BUSY_CODES:
         return Busy(f"{what}: the backend asks to slow down ({said}): try again later")

@@ -517,13 +517,13 @@ class Writes:
         before = self._owes.find(bucket.name, key)
         record = self._store.lookup(bucket.name, key)
         lost = self._store.lost_of(bucket.name, key) is not None
-        twice = self.replicas is not None and self.replicas.keeps_twice(bucket.name)
-        if record is None and not lost and bucket.write == "local":
-            if twice and self.replicas is not None:  # what a write brought there that failed here
+        if record is None and not lost and (bucket.write == "local" or (before is not None and before.is_delete)):
+            # A write that failed here may be at another node: that hears of it, of a tombstone with a new one.
+            if self.replicas is None or not self.replicas.keeps_twice(bucket.name):
+                return
+            if bucket.write == "local":
                 await self.replicas.clear(bucket.name, key)
-            return
-        if record is None and not lost and before is not None and before.is_delete and not twice:
-            return
+                return
         note = None
         if bucket.write == "back":
             await self.remember(bucket.name, key)
